@@ -1,0 +1,1 @@
+"""Model file -> captured graph -> layers -> stages that run: seeds, relayed gradients, split backward (torch)."""

@@ -1,0 +1,1 @@
+"""Thin Typer commands, one file each; nothing is decided here."""

@@ -1,0 +1,1 @@
+"""Importers and exporters for the formats of other systems."""

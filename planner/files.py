@@ -1,0 +1,263 @@
+"""Files as people hand them in, and as we write them: read strictly, written whole or not at all.
+
+A reader turns JSON or YAML into plain data and a record (planner.record) out of it; whatever is wrong becomes one
+InputError that names the file, the place in it and the mend. A writer replaces a file in one step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+from yaml.constructor import ConstructorError
+
+from planner.errors import InputError
+
+_T = TypeVar("_T")
+
+
+_adapters: dict[Any, TypeAdapter[Any]] = {}
+
+
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    if kind not in _adapters:
+        _adapters[kind] = TypeAdapter(kind)
+    return _adapters[kind]
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def read_text(path: Path) -> str:
+    """The text of a file. Raises InputError where there is none, or it is no UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise InputError(f"{path}: there is no such file", hint="check the path") from None
+    except IsADirectoryError:
+        raise InputError(f"{path}: is a folder", hint="name a file in it") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: is no text (byte {error.start} is not UTF-8)", hint="check the path") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})", hint="check the path and its rights") from None
+
+
+def sha256_of(path: Path) -> str:
+    """The sha256 of a file's bytes, in hex. Raises InputError where it cannot be read."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})", hint="check the path and its rights") from None
+
+
+def read_json(path: Path) -> object:
+    """The plain data of a JSON file. Raises InputError on bad syntax, a duplicate key, NaN or an infinity."""
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(items)
+        if len(made) < len(items):
+            keys = [key for key, _ in items]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise InputError(f"{path}: key {twice!r} stands twice in one mapping", hint="remove one of them")
+        return made
+
+    def constant(word: str) -> float:
+        raise InputError(f"{path}: holds {word}, which is no number", hint="every figure must be finite")
+
+    text = read_text(path)
+    try:
+        return json.loads(text, object_pairs_hook=pairs, parse_constant=constant)
+    except json.JSONDecodeError as error:
+        raise InputError(
+            f"{path}: line {error.lineno} column {error.colno}: {error.msg}", hint="it must be one JSON document"
+        ) from None
+    except RecursionError:
+        raise InputError(f"{path}: is nested too deep", hint="it must be one flat JSON document") from None
+
+
+_YAML_12 = {
+    "tag:yaml.org,2002:null": (r"~|null|Null|NULL|", "~nN"),
+    "tag:yaml.org,2002:bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    "tag:yaml.org,2002:int": (r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
+    "tag:yaml.org,2002:float": (
+        r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        "-+.0123456789",
+    ),
+}
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 scalars (1e-3 is a number, `on` a word, a date a word), duplicate keys refused."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 - as PyYAML types it
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            if isinstance(key_node, yaml.ScalarNode):
+                if key_node.value in seen:
+                    raise ConstructorError(
+                        None, None, f"key {key_node.value!r} stands twice in one mapping", key_node.start_mark
+                    )
+                seen.add(key_node.value)
+        return super().construct_mapping(node, deep)
+
+
+def _yaml_int(loader: _Loader, node: yaml.ScalarNode) -> int:
+    word = str(loader.construct_scalar(node))
+    return int(word, 0) if word[:2] in ("0o", "0x") else int(word)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes whatever YAML 1.1 or 1.2 would take for something else than text."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+for _tag, (_pattern, _first) in _YAML_12.items():
+    for _kind in (_Loader, _Dumper):
+        _starts = [*_first, ""] if _tag.endswith("null") else list(_first)
+        _kind.add_implicit_resolver(_tag, re.compile(f"^(?:{_pattern})$"), _starts)
+_Loader.add_constructor("tag:yaml.org,2002:int", _yaml_int)
+
+
+def read_yaml(path: Path) -> object:
+    """The plain data of a YAML file, read safely. Raises InputError on bad syntax or a duplicate key."""
+    text = read_text(path)
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"line {mark.line + 1} column {mark.column + 1}: " if mark else ""
+        fault = error.problem or error.context
+        raise InputError(f"{path}: {where}{fault}", hint="it must be one YAML document") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise InputError(f"{path}: {error}", hint="it must be one YAML document") from None
+    except RecursionError:
+        raise InputError(f"{path}: is nested too deep", hint="it must be one flat YAML document") from None
+
+
+def as_record(kind: type[_T], data: object, *, path: Path | str) -> _T:
+    """The record that plain data spells out, checked strictly.
+
+    Raises InputError with the first fault: ``file: place: what is wrong; mend``.
+    """
+    wanted = getattr(kind, "__dataclass_fields__", {}).get("format")
+    if wanted is not None and isinstance(data, dict):
+        _check_format(str(wanted.default), data.get("format"), path)
+    try:
+        made: _T = _adapter(kind).validate_json(json.dumps(data))
+    except ValidationError as error:
+        faults = error.errors(include_url=False)
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        place, fault, hint = _describe(faults[0])
+        raise InputError(f"{path}: {place}{fault}{more}", hint=hint) from None
+    except (ValueError, TypeError, RecursionError) as error:
+        raise InputError(f"{path}: {error}", hint="it must be plain nested data") from None
+    return made
+
+
+def _check_format(wanted: str, found: object, path: Path | str) -> None:
+    if found == wanted:
+        return
+    name, _, version = wanted.partition("/")
+    if isinstance(found, str) and found.startswith(f"{name}/") and found[len(name) + 1 :].isdigit():
+        newer = int(found[len(name) + 1 :]) > int(version)
+        mend = "upgrade pipeplan" if newer else "make the file again"
+        raise InputError(f"{path}: format: {found} is not the version read here, {wanted}", hint=mend)
+    said = "is missing" if found is None else f"is {found!r}"
+    raise InputError(f"{path}: format: {said}", hint=f"this file must begin with format: {wanted}")
+
+
+def _describe(fault: Any) -> tuple[str, str, str]:
+    """Place, fault and mend of one pydantic error."""
+    place = ""
+    for part in fault["loc"]:
+        place += f"[{part}]" if isinstance(part, int) else f".{part}" if place else str(part)
+    kind, value = fault["type"], fault.get("input")
+    shown = json.dumps(value, default=str)
+    shown = shown if len(shown) <= 40 else shown[:37] + "..."
+    name = str(fault["loc"][-1]) if fault["loc"] else "the file"
+    if kind in ("unexpected_keyword_argument", "extra_forbidden"):
+        return f"{place}: ", "is no key of this format", "remove it or correct its spelling"
+    if kind in ("missing", "missing_argument", "missing_keyword_only_argument"):
+        return f"{place}: ", "is missing", f"add {name}"
+    if kind == "value_error":
+        return f"{place}: " if place else "", str(fault["ctx"]["error"]), ""
+    message = fault["msg"].replace("Input should be", "must be").replace("Input must", "must")
+    return f"{place}: ", f"{message}, not {shown}", f"correct {name}"
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def plain(value: object) -> Any:
+    """A record as plain data: dicts, lists, numbers, text; keys without a value left out."""
+    return _adapter(type(value)).dump_python(value, mode="json", exclude_none=True, by_alias=True)
+
+
+def json_text(data: object) -> str:
+    """Plain data as JSON text. Raises ValueError on NaN, which no file of ours may hold."""
+    return json.dumps(data, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def yaml_text(data: object) -> str:
+    """Plain data as YAML that a person can read and edit: small leaves on one line."""
+    _Dumper.add_representer(dict, _represent_mapping)
+    _Dumper.add_representer(list, _represent_list)
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=110, allow_unicode=True)
+
+
+def _leaves_only(items: Any, room: int) -> bool:
+    return all(isinstance(item, str | int | float | bool | None) for item in items) and len(str(items)) <= room
+
+
+def _represent_mapping(dumper: _Dumper, data: dict[str, Any]) -> yaml.Node:
+    node = dumper.represent_mapping("tag:yaml.org,2002:map", data.items(), flow_style=False)
+    node.flow_style = _leaves_only(data.values(), 90) and 0 < len(data) <= 5
+    return node
+
+
+def _represent_list(dumper: _Dumper, data: list[Any]) -> yaml.Node:
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=_leaves_only(data, 100_000))
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a text file whole or not at all: temporary file beside it, fsync, rename.
+
+    Raises InputError where the folder cannot be written; an old file then stays as it was.
+    """
+    temporary = ""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        Path(temporary).chmod(0o666 & ~umask)
+        Path(temporary).replace(path)
+    except OSError as error:
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
+        reason = error.strerror
+        raise InputError(f"{path}: cannot be written ({reason})", hint="check the path and its rights") from None
+    except BaseException:
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def schema_of(kind: type[Any]) -> dict[str, Any]:
+    """The JSON Schema of a file format."""
+    return _adapter(kind).json_schema()

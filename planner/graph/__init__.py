@@ -1,0 +1,1 @@
+"""The layer graph over networkx.DiGraph: cuts, tensors that cross them, stages that follow."""

@@ -1,0 +1,1 @@
+"""Times and memory of layers, links and the optimizer -> profile (torch)."""

@@ -1,0 +1,38 @@
+"""The profile and its file: per-layer costs and the layer graph, as measured, estimated or imported (no torch)."""
+
+from planner.profile.file import read_profile, write_profile
+from planner.profile.profile import (
+    FORMAT,
+    Collective,
+    Collectives,
+    Cost,
+    Device,
+    Edge,
+    EdgeTensor,
+    Layer,
+    OptimizerCost,
+    Profile,
+    ProfiledLinks,
+    ProfiledModel,
+    Provenance,
+    SharedParameter,
+)
+
+__all__ = [
+    "FORMAT",
+    "Collective",
+    "Collectives",
+    "Cost",
+    "Device",
+    "Edge",
+    "EdgeTensor",
+    "Layer",
+    "OptimizerCost",
+    "Profile",
+    "ProfiledLinks",
+    "ProfiledModel",
+    "Provenance",
+    "SharedParameter",
+    "read_profile",
+    "write_profile",
+]

@@ -1,0 +1,151 @@
+"""The profile: what each layer costs, as measured, estimated or imported (no torch here)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal
+
+from annotated_types import MinLen
+
+from planner.record import Bytes, Count, Fraction, Positive, Seconds, record
+
+FORMAT: Final = "pipeplan-profile/1"
+Provenance = Literal["measured", "estimated", "imported"]
+
+
+@record
+class ProfiledModel:
+    """Which model was profiled. ``source`` is the model file's path relative to the profile's folder."""
+
+    name: Annotated[str, MinLen(1)]
+    source: str
+    fingerprint: str
+
+
+@record
+class Device:
+    """Where it was profiled."""
+
+    kind: Literal["cuda", "cpu", "estimate"]
+    name: str
+    memory_bytes: Bytes
+    software: dict[str, str]
+
+
+@record
+class OptimizerCost:
+    """The optimizer's state and step time per byte of trainable parameters."""
+
+    name: str
+    state_bytes_per_trainable_byte: Fraction
+    step_s_per_trainable_byte: Fraction
+
+
+@record
+class ProfiledLinks:
+    """A link between two processes (or devices) of the profiled machine."""
+
+    latency_s: Seconds
+    bandwidth_bytes_per_s: Positive
+    overlap: bool = True
+
+
+@record
+class Collective:
+    """All-reduces of one action of one layer: calls, and bytes summed over calls."""
+
+    count: Fraction
+    bytes: Fraction
+
+
+@record
+class Collectives:
+    """All-reduces within the tensor group in F and in I (W has none)."""
+
+    forward: Collective
+    backward_input: Collective
+
+
+@record
+class Cost:
+    """What one layer costs at one micro-batch size (samples) and tensor-parallel size.
+
+    ``saved_bytes`` is held from F to B; ``saved_for_weight_bytes`` between I and W (queued output gradients too).
+    ``spread`` is the interquartile range of the layer's F + I + W over its median, where it was measured.
+    The last five belong to rows with ``tensor`` > 1, and give the sizes of one tensor rank.
+    """
+
+    microbatch_size: Count
+    tensor: Count = 1
+    forward_s: Seconds
+    backward_input_s: Seconds
+    backward_weight_s: Seconds
+    saved_bytes: Bytes
+    saved_for_weight_bytes: Bytes
+    workspace_bytes: Bytes
+    spread: Fraction | None = None
+    parameter_bytes: Bytes | None = None
+    trainable_bytes: Bytes | None = None
+    buffer_bytes: Bytes | None = None
+    collectives: Collectives | None = None
+
+
+@record
+class SharedParameter:
+    """A tied parameter: its size, and whether it is trained."""
+
+    bytes: Bytes
+    trainable: bool = True
+
+
+@record
+class Layer:
+    """One layer. ``modules`` are fully qualified names; sizes are those of T = 1 and include ``shared`` parameters."""
+
+    name: Annotated[str, MinLen(1)]
+    kind: str
+    modules: tuple[str, ...]
+    parameter_bytes: Bytes
+    trainable_bytes: Bytes
+    buffer_bytes: Bytes
+    costs: Annotated[tuple[Cost, ...], MinLen(1)]
+    shared: dict[str, SharedParameter] | None = None
+
+
+@record
+class EdgeTensor:
+    """A tensor that a layer hands to a later one; at micro-batch size b it has bytes_per_sample · b + fixed_bytes.
+
+    ``grad``: a gradient flows back. ``saved``: the reader's backward needs it.
+    """
+
+    name: Annotated[str, MinLen(1)]
+    bytes_per_sample: Fraction
+    fixed_bytes: Bytes
+    grad: bool
+    saved: bool = False
+
+
+@record
+class Edge:
+    """Tensors that ``target`` reads from ``source`` (layer names)."""
+
+    source: str
+    target: str
+    tensors: tuple[EdgeTensor, ...]
+
+
+@record
+class Profile:
+    """Per-layer costs and the acyclic graph of layers; ``layers`` stand in a topological order of ``edges``."""
+
+    format: Literal["pipeplan-profile/1"] = FORMAT
+    model: ProfiledModel
+    device: Device
+    provenance: Provenance
+    dtype: str
+    global_batch: Count | None = None
+    gradient_bytes_per_trainable_byte: Fraction
+    optimizer: OptimizerCost
+    links: ProfiledLinks | None = None
+    layers: Annotated[tuple[Layer, ...], MinLen(1)]
+    edges: tuple[Edge, ...]

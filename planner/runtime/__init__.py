@@ -1,0 +1,1 @@
+"""Executes a plan: launcher, transport, executor (the only torch.distributed import)."""

@@ -1,0 +1,1 @@
+"""The search: bounds, incumbents, the ILP (the only PuLP import) and the choice among configurations."""

@@ -1,0 +1,1 @@
+"""The time model: actions and costs -> timeline and memory."""
