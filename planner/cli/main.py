@@ -41,7 +41,7 @@ for _module in (schema,):
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line and end the process: 0 done, 1 our bug, 2 bad input, 3 nothing fits, 4 run failed, 130 ^C."""
+    """Run the command line and end the process with 0, 1 (our bug), 2 (input), 3 (fits), 4 (run failed) or 130 (^C)."""
     words = sys.argv[1:] if arguments is None else arguments
     debug = "--debug" in words
     try:
