@@ -38,3 +38,13 @@ class Stage:
     workspace_bytes: Bytes
     sends: tuple[Transfer, ...] = ()
     returns: tuple[Transfer, ...] = ()
+
+
+@record
+class Tie:
+    """A parameter that several stages use: its gradients are summed once a step, down ``stages`` (ascending here)."""
+
+    name: str
+    bytes: Bytes
+    trainable: bool
+    stages: tuple[int, ...]

@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 from planner.cluster import Cluster
-from planner.graph.stage import Stage
-from planner.record import Bytes, Count, Fraction, record
+from planner.graph.stage import Stage, Tie
+from planner.record import Count, Fraction, record
 
-
-@record
-class Tie:
-    """A parameter that several stages use: its gradients are summed once a step, down ``stages`` (ascending here)."""
-
-    name: str
-    bytes: Bytes
-    trainable: bool
-    stages: tuple[int, ...]
+__all__ = ["Job", "Tie"]
 
 
 @record
