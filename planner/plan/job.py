@@ -1,0 +1,70 @@
+"""From a plan to what is simulated and run: its job, and its schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from planner.cluster import resolve
+from planner.errors import InputError
+from planner.graph import LayerGraph, ties
+from planner.plan.plan import Plan
+from planner.profile import Profile
+from planner.schedules import build
+from planner.schedules.action import Schedule, parse_action
+from planner.simulate.job import Job
+
+
+def job_of(plan: Plan, profile: Profile) -> Job:
+    """The plan as the time model takes it: stages, sends and returns as they stand, all else from the profile.
+
+    Raises InputError where a send or a return goes to no stage, or in the wrong direction.
+    """
+    for place, fault in _transfer_faults(plan):
+        raise InputError(f"{place}: {fault}", hint="pipeplan check --write derives sends and returns anew")
+    sizes = plan.parallel
+    return Job(
+        stages=plan.stages,
+        num_ranks=sizes.pipeline,
+        num_microbatches=plan.batch.microbatches,
+        data=sizes.data,
+        tensor=sizes.tensor,
+        cluster=resolve(plan.cluster, profile),
+        gradient_bytes_per_trainable_byte=profile.gradient_bytes_per_trainable_byte,
+        state_bytes_per_trainable_byte=profile.optimizer.state_bytes_per_trainable_byte,
+        step_s_per_trainable_byte=profile.optimizer.step_s_per_trainable_byte,
+        ties=ties(LayerGraph.of(profile), [stage.layers for stage in plan.stages], tensor=sizes.tensor),
+    )
+
+
+def schedule_of(plan: Plan) -> Schedule:
+    """Every rank's actions: the plan's own, or those that its schedule makes.
+
+    Raises InputError where the schedule cannot be made in this shape.
+    """
+    if plan.actions is not None:
+        return tuple(tuple(map(parse_action, text.split())) for text in plan.actions)
+    return build(
+        plan.schedule.name,
+        num_ranks=plan.parallel.pipeline,
+        virtual=plan.parallel.virtual,
+        num_microbatches=plan.batch.microbatches,
+        placement=plan.schedule.placement,
+        warmup=plan.schedule.warmup,
+    )
+
+
+def _transfer_faults(plan: Plan) -> Iterator[tuple[str, str]]:
+    last = len(plan.stages) - 1
+    for index, stage in enumerate(plan.stages):
+        for kind, transfers in (("sends", stage.sends), ("returns", stage.returns)):
+            goals = [transfer.to_stage for transfer in transfers]
+            for row, goal in enumerate(goals):
+                place = f"stages[{index}].{kind}[{row}].to_stage"
+                if goal > last:
+                    yield place, f"there is no stage {goal}"
+                elif kind == "sends" and goal <= index:
+                    yield place, f"is {goal}, but a send goes to a higher stage than {index}"
+                elif kind == "returns" and goal >= index:
+                    yield place, f"is {goal}, but a return goes to a lower stage than {index}"
+                elif goal in goals[:row]:
+                    yield place, f"is {goal} as in an earlier entry"
