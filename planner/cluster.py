@@ -16,7 +16,7 @@ from annotated_types import Ge, Lt
 from planner.errors import InputError
 from planner.files import as_record, read_yaml
 from planner.profile import Profile
-from planner.record import Bytes, Count, Positive, Seconds, record
+from planner.record import Bandwidth, Bytes, Count, Seconds, record
 from planner.units import parse_bytes
 
 _GIB = 1024**3
@@ -47,7 +47,7 @@ class Link:
     """One link: a message of n bytes keeps it busy n / bandwidth, and arrives ``latency_s`` after that."""
 
     latency_s: Seconds
-    bandwidth_bytes_per_s: Positive
+    bandwidth_bytes_per_s: Bandwidth
 
 
 @record

@@ -78,8 +78,14 @@ def read_json(path: Path) -> object:
         raise InputError(
             f"{path}: line {error.lineno} column {error.colno}: {error.msg}", hint="it must be one JSON document"
         ) from None
+    except ValueError as error:  # an integer of thousands of digits
+        raise InputError(f"{path}: {_first_clause(error)}", hint="it must be one JSON document") from None
     except RecursionError:
         raise InputError(f"{path}: is nested too deep", hint="it must be one flat JSON document") from None
+
+
+def _first_clause(error: Exception) -> str:
+    return str(error).partition(": ")[0].partition(";")[0]
 
 
 _YAML_12 = {
@@ -94,9 +100,15 @@ _YAML_12 = {
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 scalars (1e-3 is a number, `on` a word, a date a word), duplicate keys refused."""
+    """YAML 1.2 scalars (1e-3 is a number, `on` a word, a date a word); duplicate keys and aliases refused."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 - as PyYAML types it
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            event = self.get_event()  # type: ignore[no-untyped-call]
+            raise ConstructorError(None, None, f"alias *{event.anchor} is not read: write it out", event.start_mark)
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -139,8 +151,10 @@ def read_yaml(path: Path) -> object:
         where = f"line {mark.line + 1} column {mark.column + 1}: " if mark else ""
         fault = error.problem or error.context
         raise InputError(f"{path}: {where}{fault}", hint="it must be one YAML document") from None
-    except (yaml.YAMLError, ValueError) as error:
+    except yaml.YAMLError as error:
         raise InputError(f"{path}: {error}", hint="it must be one YAML document") from None
+    except ValueError as error:
+        raise InputError(f"{path}: {_first_clause(error)}", hint="it must be one YAML document") from None
     except RecursionError:
         raise InputError(f"{path}: is nested too deep", hint="it must be one flat YAML document") from None
 
@@ -156,10 +170,8 @@ def as_record(kind: type[_T], data: object, *, path: Path | str) -> _T:
     try:
         made: _T = _adapter(kind).validate_json(json.dumps(data))
     except ValidationError as error:
-        faults = error.errors(include_url=False)
-        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-        place, fault, hint = _describe(faults[0])
-        raise InputError(f"{path}: {place}{fault}{more}", hint=hint) from None
+        place, fault, hint = _describe(error.errors(include_url=False)[0], data)
+        raise InputError(f"{path}: {place}{fault}", hint=hint) from None
     except (ValueError, TypeError, RecursionError) as error:
         raise InputError(f"{path}: {error}", hint="it must be plain nested data") from None
     return made
@@ -177,23 +189,59 @@ def _check_format(wanted: str, found: object, path: Path | str) -> None:
     raise InputError(f"{path}: format: {said}", hint=f"this file must begin with format: {wanted}")
 
 
-def _describe(fault: Any) -> tuple[str, str, str]:
-    """Place, fault and mend of one pydantic error."""
+def _describe(fault: Any, data: object) -> tuple[str, str, str]:
+    """Place (with its colon), fault and mend of one pydantic error in plain data."""
+    parts = _place(fault["loc"], data)
     place = ""
-    for part in fault["loc"]:
+    for part in parts:
         place += f"[{part}]" if isinstance(part, int) else f".{part}" if place else str(part)
-    kind, value = fault["type"], fault.get("input")
-    shown = json.dumps(value, default=str)
-    shown = shown if len(shown) <= 40 else shown[:37] + "..."
-    name = str(fault["loc"][-1]) if fault["loc"] else "the file"
+    place = f"{place}: " if place else ""
+    name = str(parts[-1]) if parts else "the file"
+    kind = fault["type"]
     if kind in ("unexpected_keyword_argument", "extra_forbidden"):
-        return f"{place}: ", "is no key of this format", "remove it or correct its spelling"
+        return place, "is no key of this format", "remove it or correct its spelling"
     if kind in ("missing", "missing_argument", "missing_keyword_only_argument"):
-        return f"{place}: ", "is missing", f"add {name}"
+        return place, "is missing", f"add {name}"
     if kind == "value_error":
-        return f"{place}: " if place else "", str(fault["ctx"]["error"]), ""
-    message = fault["msg"].replace("Input should be", "must be").replace("Input must", "must")
-    return f"{place}: ", f"{message}, not {shown}", f"correct {name}"
+        return place, str(fault["ctx"]["error"]), ""
+    shown = json.dumps(fault.get("input"), default=str)
+    shown = shown if len(shown) <= 40 else shown[:37] + "..."
+    message = fault["msg"]
+    for theirs, ours in _WORDS.items():
+        message = message.replace(theirs, ours)
+    return place, f"{message}, not {shown}", f"correct {name}"
+
+
+_WORDS = {
+    "Input should be": "must be",
+    "Input must": "must",
+    "a valid integer": "a whole number",
+    "a valid number": "a number",
+    "a valid string": "text",
+    "a valid boolean": "true or false",
+    "a valid array": "a list",
+    "a valid tuple": "a list",
+    "an object": "a mapping of keys to values",
+    "a valid dictionary": "a mapping of keys to values",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+    "less than": "under",
+    "greater than": "over",
+}
+
+
+def _place(location: tuple[str | int, ...], data: object) -> list[str | int]:
+    """The part of a pydantic location that lies in the data: it ends with the names of a union's members, say."""
+    parts: list[str | int] = []
+    for part in location:
+        if isinstance(data, dict) and not isinstance(part, int):
+            data = data.get(part)
+        elif isinstance(data, list | tuple) and isinstance(part, int) and part < len(data):
+            data = data[part]
+        else:
+            break
+        parts.append(part)
+    return parts
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------

@@ -5,17 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, TypeVar, dataclass_transform
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Le
 from pydantic import ConfigDict
 
 _T = TypeVar("_T")
 
-Seconds = Annotated[float, Ge(0)]
-Bytes = Annotated[int, Ge(0)]
-Index = Annotated[int, Ge(0)]
-Count = Annotated[int, Ge(1)]
-Fraction = Annotated[float, Ge(0)]
-Positive = Annotated[float, Gt(0)]
+# The upper ends lie beyond anything real; they keep sums and products of a file's figures finite.
+_LARGEST_INTEGER = 2**63 - 1
+Seconds = Annotated[float, Ge(0), Le(1e12)]
+Bytes = Annotated[int, Ge(0), Le(_LARGEST_INTEGER)]
+Index = Annotated[int, Ge(0), Le(_LARGEST_INTEGER)]
+Count = Annotated[int, Ge(1), Le(_LARGEST_INTEGER)]
+Fraction = Annotated[float, Ge(0), Le(1e18)]
+Bandwidth = Annotated[float, Ge(1e-3), Le(1e18)]
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)

@@ -9,13 +9,12 @@ import typer
 from typer.exceptions import TyperException
 
 import planner
-from planner.cli import schema
+from planner.cli import example, schema
 from planner.errors import PipeplanError
 
 app = typer.Typer(
     name="pipeplan",
     help="Plans pipeline-parallel training, proves the plan, and runs it.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -36,24 +35,24 @@ def options(
     """Plans pipeline-parallel training, proves the plan, and runs it."""
 
 
-for _module in (schema,):
+for _module in (example, schema):
     _module.register(app)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and end the process with 0, 1 (our bug), 2 (input), 3 (fits), 4 (run failed) or 130 (^C)."""
-    words = sys.argv[1:] if arguments is None else arguments
-    debug = "--debug" in words
+    given = sys.argv[1:] if arguments is None else arguments
+    debug = "--debug" in given
+    words = [word for word in given if word != "--debug"] or ["--help"]
     try:
-        code = typer.main.get_command(app).main(
-            [word for word in words if word != "--debug"], prog_name="pipeplan", standalone_mode=False
-        )
+        code = typer.main.get_command(app).main(words, prog_name="pipeplan", standalone_mode=False)
+        sys.stdout.flush()
     except typer.Abort:
         raise SystemExit(130) from None
     except TyperException as error:
         if debug:
             traceback.print_exc()
-        _say(f"{_one_line(str(getattr(error, 'message', error)))}; see pipeplan --help")
+        _say(_usage_fault(error))
         raise SystemExit(2) from None
     except PipeplanError as error:
         if debug:
@@ -65,6 +64,12 @@ def main(arguments: list[str] | None = None) -> None:
     except BrokenPipeError:
         sys.stderr.close()
         raise SystemExit(0) from None
+    except OSError as error:
+        if debug:
+            traceback.print_exc()
+        reason = error.strerror or _one_line(str(error))
+        _say(f"{error.filename or 'a file or stream'}: {reason}; check it and its rights")
+        raise SystemExit(2) from None
     except Exception as error:  # noqa: BLE001 - the last resort: whatever else it is, it is our bug
         if debug:
             traceback.print_exc()
@@ -72,6 +77,14 @@ def main(arguments: list[str] | None = None) -> None:
         _say(f"a bug in pipeplan: {fault}; run it again with --debug and report it")
         raise SystemExit(1) from None
     raise SystemExit(code if isinstance(code, int) else 0)
+
+
+def _usage_fault(error: TyperException) -> str:
+    """What is wrong with the words of the command line, and which help says more."""
+    spell = getattr(error, "format_message", None)
+    fault = _one_line(str(spell() if spell else error)).replace("Value error, ", "").rstrip(".")
+    context = getattr(error, "ctx", None)
+    return f"{fault}; see {context.command_path if context else 'pipeplan'} --help"
 
 
 def _one_line(text: str) -> str:

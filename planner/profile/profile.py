@@ -6,7 +6,7 @@ from typing import Annotated, Final, Literal
 
 from annotated_types import MinLen
 
-from planner.record import Bytes, Count, Fraction, Positive, Seconds, record
+from planner.record import Bandwidth, Bytes, Count, Fraction, Seconds, record
 
 FORMAT: Final = "pipeplan-profile/1"
 Provenance = Literal["measured", "estimated", "imported"]
@@ -45,7 +45,7 @@ class ProfiledLinks:
     """A link between two processes (or devices) of the profiled machine."""
 
     latency_s: Seconds
-    bandwidth_bytes_per_s: Positive
+    bandwidth_bytes_per_s: Bandwidth
     overlap: bool = True
 
 
