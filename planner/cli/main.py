@@ -9,7 +9,7 @@ import typer
 from typer.exceptions import TyperException
 
 import planner
-from planner.cli import example, schema
+from planner.cli import check, example, import_, schema
 from planner.errors import PipeplanError
 
 app = typer.Typer(
@@ -35,7 +35,7 @@ def options(
     """Plans pipeline-parallel training, proves the plan, and runs it."""
 
 
-for _module in (example, schema):
+for _module in (example, check, import_, schema):
     _module.register(app)
 
 

@@ -1,1 +1,1 @@
-"""Importers and exporters for the formats of other systems."""
+"""Importers and exporters for other systems' files."""

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from planner.cluster import resolve
+from planner.cluster import Cluster, resolve
 from planner.errors import InputError
+from planner.files import as_record, plain
 from planner.graph import LayerGraph, ties
-from planner.plan.plan import Plan
+from planner.plan.plan import Plan, Predicted, PredictedRank
 from planner.profile import Profile
 from planner.schedules import build
 from planner.schedules.action import Schedule, parse_action
 from planner.simulate.job import Job
+
+if TYPE_CHECKING:
+    from planner.simulate import Timeline
 
 
 def job_of(plan: Plan, profile: Profile) -> Job:
@@ -51,6 +58,29 @@ def schedule_of(plan: Plan) -> Schedule:
         placement=plan.schedule.placement,
         warmup=plan.schedule.warmup,
     )
+
+
+def predicted_of(timeline: Timeline, *, global_batch: int, bound_s: float | None) -> Predicted:
+    """What a plan says of its simulated iteration; ``bound_s`` None: nothing is proven."""
+    seconds = timeline.iteration_s
+    return Predicted(
+        iteration_s=seconds,
+        samples_per_s=global_batch / seconds if seconds > 0 else 0.0,
+        bubble_fraction=timeline.bubble_fraction,
+        bound_s=bound_s,
+        gap=None if bound_s is None else seconds / bound_s - 1 if bound_s > 0 else 0.0 if seconds == 0 else None,
+        ranks=tuple(
+            PredictedRank(rank=entry.rank, busy_s=entry.busy_s, peak_memory_bytes=entry.peak_memory_bytes)
+            for entry in timeline.ranks
+        ),
+    )
+
+
+def asked_of(*, global_batch: int, cluster: Cluster, profile_sha256: str) -> str:
+    """The hash of what a bound is proven for (``search.asked``); ``cluster`` is resolved."""
+    as_read = plain(as_record(Cluster, plain(cluster), path="cluster"))  # 0 and 0.0 are one number
+    asked = {"global_batch": global_batch, "cluster": as_read, "profile": profile_sha256}
+    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
 
 
 def _transfer_faults(plan: Plan) -> Iterator[tuple[str, str]]:

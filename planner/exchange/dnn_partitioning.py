@@ -1,0 +1,179 @@
+"""The layer graphs of "Efficient Algorithms for Device Placement of DNN Graph Operators" (2020) become profiles.
+
+    {"maxFPGAs": 6, "maxCPUs": 1, "maxSizePerFPGA": bytes,
+     "nodes": [{id, name, fpgaLatency: ms on an accelerator, cpuLatency, size: bytes, isBackwardNode, colorClass}],
+     "edges": [{sourceId, destId, cost: ms to move the source's output, size: its bytes}]}
+
+Nodes of one colour class stay together, and the backward nodes among them are the class's backward pass: a class is a
+layer. What passes between backward nodes is what passed forward between their classes, so those edges are not read. An
+edge's cost says what it takes; its bytes are that cost over the bandwidth that most edges of the file agree on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from planner.errors import InputError
+from planner.exchange.foreign import (
+    ForeignEdge,
+    ForeignModel,
+    entries,
+    figure,
+    halved_backward,
+    mapping,
+    profile_of,
+    whole,
+)
+from planner.files import read_json
+from planner.profile import Layer, Profile
+
+_SOME_BANDWIDTH = 1e9
+
+
+class _Node(NamedTuple):
+    """One node: ``seconds`` on the accelerator, ``bytes`` it holds there."""
+
+    number: int
+    name: str
+    seconds: float
+    bytes: float
+    backward: bool
+    colour: object
+    on_cpu: bool
+
+
+class _Edge(NamedTuple):
+    source: int
+    target: int
+    seconds: float
+    bytes: float
+
+
+def import_dnn_partitioning(path: Path, *, microbatch_size: int | None = None) -> tuple[Profile, tuple[str, ...]]:
+    """The profile in such a file, and remarks on what it left out.
+
+    ``microbatch_size``: samples that the file's times are for, 1 where it is None. Raises InputError on anything else
+    than such a file.
+    """
+    size = microbatch_size or 1
+    document = mapping(read_json(path), place=f"{path}: the file")
+    nodes = _nodes(document, path)
+    edges = _edges(document, nodes, path)
+    layer_of = _layers_of(nodes, path)
+    bandwidth = _bandwidth(edges)
+    sent: dict[int, float] = defaultdict(float)
+    for edge in edges:
+        sent[edge.source] = max(sent[edge.source], edge.seconds * bandwidth)
+    trains = any(node.backward for node in nodes.values())
+    members: dict[str, list[_Node]] = defaultdict(list)
+    for number, name in layer_of.items():
+        members[name].append(nodes[number])
+    moves: dict[tuple[str, str], float] = {}
+    for edge in edges:
+        pair = layer_of[edge.source], layer_of[edge.target]
+        if pair[0] != pair[1] and not nodes[edge.source].backward and not nodes[edge.target].backward:
+            moves[pair] = max(moves.get(pair, 0.0), edge.seconds * bandwidth)
+    limit = document.get("maxSizePerFPGA")
+    model = ForeignModel(
+        layers=tuple(_layer(name, group, sent, size, trains) for name, group in members.items()),
+        edges=tuple(ForeignEdge(*pair, moved) for pair, moved in moves.items()),
+        microbatch_size=size,
+        memory_bytes=round(figure(limit, place=f"{path}: maxSizePerFPGA")) if limit is not None else 0,
+        bandwidth_bytes_per_s=bandwidth,
+    )
+    return profile_of(model, path=path, system="dnn-partitioning"), _remarks(nodes, members, trains)
+
+
+def _nodes(document: dict[str, Any], path: Path) -> dict[int, _Node]:
+    made: dict[int, _Node] = {}
+    for index, entry in enumerate(entries(document, "nodes", path)):
+        place = f"{path}: nodes[{index}]"
+        number = whole(entry.get("id"), place=f"{place}.id")
+        if number in made:
+            raise InputError(f"{place}.id: {number} stands there twice", hint="give each node its own id")
+        on_cpu = not entry.get("supportedOnFpga", 1)
+        latency = "cpuLatency" if on_cpu else "fpgaLatency"
+        made[number] = _Node(
+            number=number,
+            name=str(entry.get("name", number)),
+            seconds=figure(entry.get(latency), place=f"{place}.{latency}") / 1000,
+            bytes=figure(entry.get("size", 0), place=f"{place}.size"),
+            backward=bool(entry.get("isBackwardNode", 0)),
+            colour=str(entry.get("colorClass", f"node {number}")),
+            on_cpu=on_cpu,
+        )
+    return made
+
+
+def _edges(document: dict[str, Any], nodes: dict[int, _Node], path: Path) -> list[_Edge]:
+    made = []
+    for index, entry in enumerate(entries(document, "edges", path)):
+        place = f"{path}: edges[{index}]"
+        source, target = (whole(entry.get(key), place=f"{place}.{key}") for key in ("sourceId", "destId"))
+        for end in (source, target):
+            if end not in nodes:
+                raise InputError(f"{place}: there is no node {end}", hint="name one of nodes")
+        cost = figure(entry.get("cost"), place=f"{place}.cost") / 1000
+        made.append(_Edge(source, target, cost, figure(entry.get("size", 0), place=f"{place}.size")))
+    return made
+
+
+def _layers_of(nodes: dict[int, _Node], path: Path) -> dict[int, str]:
+    """The layer of every node: the id of its colour class's first forward node."""
+    first: dict[object, int] = {}
+    for node in nodes.values():
+        if not node.backward:
+            first[node.colour] = min(first.get(node.colour, node.number), node.number)
+    for node in nodes.values():
+        if node.colour not in first:
+            raise InputError(
+                f"{path}: backward node {node.number} ({node.name}): colour class {node.colour} has no forward node",
+                hint="give it the colour class of the node that it is the backward of",
+            )
+    return {number: str(first[node.colour]) for number, node in nodes.items()}
+
+
+def _bandwidth(edges: list[_Edge]) -> float:
+    """Bytes per second that most edges with a size and a cost agree on."""
+    rates = Counter(float(f"{edge.bytes / edge.seconds:.6g}") for edge in edges if edge.bytes > 0 and edge.seconds > 0)
+    return rates.most_common(1)[0][0] if rates else _SOME_BANDWIDTH
+
+
+def _layer(name: str, group: list[_Node], sent: dict[int, float], microbatch_size: int, trains: bool) -> Layer:
+    """A colour class as one layer. A node's size is its parameters and its output; what it sends is its output."""
+    forward = [node for node in group if not node.backward]
+    outputs = sum(min(sent[node.number], node.bytes) for node in forward)
+    parameters = round(sum(node.bytes for node in forward) - outputs)
+    return Layer(
+        name=name,
+        kind=" + ".join(node.name for node in forward),
+        modules=(),
+        parameter_bytes=parameters,
+        trainable_bytes=parameters if trains else 0,
+        buffer_bytes=0,
+        costs=(
+            halved_backward(
+                microbatch_size=microbatch_size,
+                forward_s=sum(node.seconds for node in forward),
+                backward_s=sum(node.seconds for node in group if node.backward),
+                saved_bytes=round(outputs),
+            ),
+        ),
+    )
+
+
+def _remarks(nodes: dict[int, _Node], members: dict[str, list[_Node]], trains: bool) -> tuple[str, ...]:
+    remarks = []
+    if not trains:
+        remarks.append("it has no backward nodes: a model that only infers, nothing of it is trained")
+    folded = len(nodes) - len(members)
+    if folded:
+        remarks.append(f"{folded} of {len(nodes)} nodes folded into the layer of their colour class")
+    on_cpu = [node.name for node in nodes.values() if node.on_cpu]
+    if on_cpu:
+        remarks.append(
+            f"no accelerator runs {', '.join(on_cpu[:3])}{' ...' * (len(on_cpu) > 3)}: their CPU time stands"
+        )
+    return tuple(remarks)

@@ -1,0 +1,155 @@
+"""The check of a plan that a person may have edited: the rules it must keep, and the figures that follow from it.
+
+plan.yaml ─▶ what a person says ─profile─▶ stages ─schedule─▶ actions ─time model─▶ predicted
+             (cut, recompute, batch,         │                  │                      │
+              schedule, cluster)        rules of a cut    complete, no deadlock   fits? as in the file?
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from planner.cluster import Cluster, memory_limit, resolve
+from planner.errors import InputError
+from planner.files import sha256_of
+from planner.graph import LayerGraph, Stage, derive_stages
+from planner.plan.job import asked_of, job_of, predicted_of, schedule_of
+from planner.plan.plan import Plan, Predicted
+from planner.profile import Profile, read_profile
+from planner.record import record
+from planner.schedules import Wiring, check_schedule
+from planner.simulate import simulate
+from planner.units import format_bytes
+
+_SAME = 1e-9
+
+
+@record
+class PlanCheck:
+    """What a check found; ``fresh`` is the plan with every derived figure as it follows now.
+
+    ``errors``: rules that are broken (``fresh`` is then the plan as it was). ``overflows``: ranks that do not fit.
+    ``stale``: figures in the file that no longer follow. ``remarks``: what is worth knowing all the same.
+    """
+
+    fresh: Plan
+    errors: tuple[str, ...] = ()
+    overflows: tuple[str, ...] = ()
+    stale: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
+
+
+def profile_of(plan: Plan, path: Path) -> Profile:
+    """The profile that a plan file names. Raises InputError where it is missing, or is another than the plan's."""
+    profile_path = path.parent / plan.profile.path
+    mend = "put the plan's own profile back, or solve again with this one"
+    if sha256_of(profile_path) != plan.profile.sha256:
+        raise InputError(f"{profile_path}: is not the profile that {path} was made from (other sha256)", hint=mend)
+    profile = read_profile(profile_path)
+    if profile.model.fingerprint != plan.model.fingerprint:
+        raise InputError(f"{path}: model.fingerprint is not that of the model in {profile_path}", hint=mend)
+    return profile
+
+
+def check_plan(plan: Plan, profile: Profile) -> PlanCheck:
+    """Check a plan against its profile, and derive all that follows from the two.
+
+    Raises InputError where the cut, the sizes or the schedule break a rule before there are actions to look at.
+    """
+    cluster = resolve(plan.cluster, profile)
+    stages = derive_stages(
+        LayerGraph.of(profile),
+        [stage.layers for stage in plan.stages],
+        ranks=[stage.rank for stage in plan.stages],
+        recompute=[stage.recompute for stage in plan.stages],
+        microbatch_size=plan.batch.microbatch,
+        tensor=plan.parallel.tensor,
+        cluster=cluster,
+    )
+    fresh = dataclasses.replace(plan, stages=stages)
+    schedule = schedule_of(plan)
+    found = check_schedule(schedule, num_microbatches=plan.batch.microbatches, wiring=Wiring.of(stages))
+    if found.errors:
+        return PlanCheck(fresh=plan, errors=found.errors, remarks=found.remarks)
+    predicted = predicted_of(
+        simulate(job_of(fresh, profile), schedule),
+        global_batch=plan.batch.global_batch,
+        bound_s=_bound_that_holds(plan, cluster),
+    )
+    stale = [*_stale_stages(plan.stages, stages), *_stale_prediction(plan.predicted, predicted)]
+    search = plan.search
+    if search is not None and search.proven and (stale or predicted.bound_s is None):
+        search = dataclasses.replace(search, proven=False)
+        stale.append("search: proven (it was another plan that was proven)")
+    return PlanCheck(
+        fresh=dataclasses.replace(fresh, predicted=predicted, search=search),
+        overflows=tuple(_overflows(predicted, cluster)),
+        stale=tuple(stale),
+        remarks=(*found.remarks, *_remarks(predicted)),
+    )
+
+
+def _bound_that_holds(plan: Plan, cluster: Cluster) -> float | None:
+    """The plan's bound, if its global batch, cluster and profile are still those that it was proven for."""
+    if plan.search is None or plan.predicted is None:
+        return None
+    asked = asked_of(global_batch=plan.batch.global_batch, cluster=cluster, profile_sha256=plan.profile.sha256)
+    return plan.predicted.bound_s if plan.search.asked == asked else None
+
+
+def _stale_stages(said: tuple[Stage, ...], derived: tuple[Stage, ...]) -> Iterator[str]:
+    for index, (old, new) in enumerate(zip(said, derived, strict=True)):
+        names = [
+            field.name
+            for field in dataclasses.fields(Stage)
+            if field.name != "layers" and not _same(getattr(old, field.name), getattr(new, field.name))
+        ]
+        if names:
+            yield f"stages[{index}]: {', '.join(names)}"
+
+
+def _stale_prediction(said: Predicted | None, derived: Predicted) -> Iterator[str]:
+    if said is None:
+        return
+    names = [
+        field.name
+        for field in dataclasses.fields(Predicted)
+        if not _same(getattr(said, field.name), getattr(derived, field.name))
+    ]
+    if names:
+        yield f"predicted: {', '.join(names)}"
+
+
+def _same(old: Any, new: Any) -> bool:
+    """Whether two figures, or records of figures, agree; floats to rounding."""
+    if isinstance(old, float) and isinstance(new, float):
+        return math.isclose(old, new, rel_tol=_SAME, abs_tol=1e-15)
+    if isinstance(old, tuple) and isinstance(new, tuple):
+        return len(old) == len(new) and all(map(_same, old, new))
+    if dataclasses.is_dataclass(old) and type(old) is type(new):
+        return all(_same(getattr(old, field.name), getattr(new, field.name)) for field in dataclasses.fields(old))
+    return bool(old == new)
+
+
+def _overflows(predicted: Predicted, cluster: Cluster) -> Iterator[str]:
+    limit = memory_limit(cluster)
+    if limit is None:
+        return
+    for entry in predicted.ranks:
+        over = entry.peak_memory_bytes - limit
+        if over > 0:
+            yield (
+                f"rank {entry.rank} needs {format_bytes(entry.peak_memory_bytes)}, {format_bytes(over)} ({over} bytes) "
+                f"more than the {format_bytes(limit)} that a rank may use"
+            )
+
+
+def _remarks(predicted: Predicted) -> Iterator[str]:
+    if predicted.gap is not None and predicted.gap < -_SAME:
+        yield (
+            "predicted: faster than bound_s, which was proven for the choices that were asked for, and these are others"
+        )
