@@ -1,0 +1,360 @@
+"""Tensors between ranks: one communicator per ordered pair, receives posted ahead, sends let go as they finish.
+
+What travels is the dense stretch of storage that a tensor spans; the receiver rebuilds shape and strides over it, so a
+tensor arrives laid out as it left (dropout draws in memory order; a kernel may choose by strides). The first message of
+a kind tells its layout in a header; all later ones have the same. A buffer is used again as soon as nothing shares its
+storage any more.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from planner.runtime.messages import Key, Kind
+
+FOREVER = timedelta(days=30)
+"""Waits end by their message or with the process: the launcher sees all ranks and tells a hang from a long action."""
+
+_DTYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.uint64,
+)  # fmt: skip
+_MAX_DIMS = 16
+_HEADER_NUMBERS = 2 + 2 * _MAX_DIMS
+
+
+class LostContactError(Exception):
+    """The connection to another rank broke: mostly because that rank failed, which it says itself."""
+
+    def __init__(self, rank: int, cause: str) -> None:
+        super().__init__(f"lost contact with rank {rank}: {cause}")
+        self.rank = rank
+
+
+class Layout(NamedTuple):
+    """How a tensor lies in memory."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Layout:
+        """The layout of a tensor."""
+        return cls(tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+    @property
+    def span(self) -> int:
+        """Elements from the first to the last one in memory, both counted."""
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the wire."""
+        return self.span * self.dtype.itemsize
+
+    def numbers(self) -> list[int]:
+        """The layout as a header of fixed length."""
+        rest = [0] * (_MAX_DIMS - len(self.shape))
+        return [_DTYPES.index(self.dtype), len(self.shape), *self.shape, *rest, *self.strides, *rest]
+
+    @classmethod
+    def from_numbers(cls, numbers: Sequence[int]) -> Layout:
+        """The layout that a header tells."""
+        dims = numbers[1]
+        shape, strides = numbers[2 : 2 + dims], numbers[2 + _MAX_DIMS : 2 + _MAX_DIMS + dims]
+        return cls(_DTYPES[numbers[0]], tuple(shape), tuple(strides))
+
+
+# --- communicators ----------------------------------------------------------------------------------------------------
+
+
+class Communicators:
+    """Makes groups of ranks over one store; each member calls with the same name."""
+
+    def __init__(self, store: Store, *, device: torch.device, one_node: bool) -> None:
+        self._store = store
+        self._device = device
+        self._cpu = dist.ProcessGroupGloo.create_device(**({"hostname": "127.0.0.1"} if one_node else {}))
+
+    def make(self, name: str, rank: int, size: int, *, on_cpu: bool = False) -> Any:
+        """A group of ``size`` processes, this one with ``rank`` in it."""
+        store = PrefixStore(f"group/{name}", self._store)
+        if on_cpu or self._device.type == "cpu":
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._devices = [self._cpu]  # one thread moves the bytes of all groups
+            options._threads = 1
+            options._timeout = FOREVER
+            return dist.ProcessGroupGloo(store, rank, size, options)
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = FOREVER
+        return dist.ProcessGroupNCCL(store, rank, size, nccl)
+
+
+# --- receiving --------------------------------------------------------------------------------------------------------
+
+
+class _Buffers:
+    """Flat byte buffers by size; one is free when nobody else shares its storage."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._all: dict[int, list[tuple[torch.Tensor, Any, int]]] = {}
+        self.total_bytes = 0
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """A free buffer of this size, to be handed back by ``give``."""
+        row = self._all.setdefault(num_bytes, [])
+        for index, (flat, storage, unshared) in enumerate(row):
+            if torch._C._storage_Use_Count(storage._cdata) <= unshared:
+                del row[index]
+                return flat
+        self.total_bytes += num_bytes
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def give(self, flat: torch.Tensor) -> torch.UntypedStorage:
+        """Take a buffer back whose bytes are still in use: it is free once its storage is shared no more."""
+        storage = flat.untyped_storage()
+        entry = (flat, storage, torch._C._storage_Use_Count(storage._cdata))
+        self._all.setdefault(flat.numel(), []).append(entry)
+        return storage
+
+
+class _Inbox:
+    """All messages of one rank to this one, step after step in the same order."""
+
+    def __init__(self, group: Any, sender: int, kinds: Sequence[Kind], window: int, device: torch.device) -> None:
+        self._group = group
+        self._sender = sender
+        self._kinds = kinds
+        self._window = window
+        self._device = device
+        self._layouts: dict[Kind, Layout] = {}
+        self._flying: dict[int, tuple[Any, torch.Tensor | None, Layout]] = {}
+        self._posted = self._taken = self._base = self._end = 0
+
+    def begin(self, num_steps: int) -> None:
+        """Expect the messages of ``num_steps`` more steps."""
+        self._end += num_steps * len(self._kinds)
+
+    def next_step(self) -> None:
+        self._base += len(self._kinds)
+
+    def post_ahead(self, buffers: _Buffers) -> None:
+        """Post receives as far as the window, and as layouts are known."""
+        goal = min(self._taken + self._window, self._end)
+        while self._posted < goal:
+            layout = self._layouts.get(self._kinds[self._posted % len(self._kinds)])
+            if layout is None:
+                return
+            self._post(layout, buffers)
+
+    def take(self, place: int, buffers: _Buffers) -> torch.Tensor:
+        """The tensor of the step's message number ``place``, waited for."""
+        number = self._base + place
+        while self._posted <= number:
+            kind = self._kinds[self._posted % len(self._kinds)]
+            self._post(self._layouts.get(kind) or self._told(kind), buffers)
+        work, flat, layout = self._flying.pop(number)
+        self._taken += 1
+        if flat is None:
+            return torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype, device=self._device)
+        self._wait(work)
+        storage = buffers.give(flat)
+        return torch.empty(0, dtype=layout.dtype, device=self._device).set_(storage, 0, layout.shape, layout.strides)
+
+    def _post(self, layout: Layout, buffers: _Buffers) -> None:
+        flat = work = None
+        if layout.num_bytes:
+            flat = buffers.take(layout.num_bytes)
+            try:
+                work = self._group.recv([flat], 0, 0)
+            except RuntimeError as error:
+                raise LostContactError(self._sender, str(error)) from None
+        self._flying[self._posted] = (work, flat, layout)
+        self._posted += 1
+
+    def _told(self, kind: Kind) -> Layout:
+        header = torch.empty(_HEADER_NUMBERS, dtype=torch.int64, device=self._device)
+        try:
+            work = self._group.recv([header], 0, 0)
+        except RuntimeError as error:
+            raise LostContactError(self._sender, str(error)) from None
+        self._wait(work)
+        layout = self._layouts[kind] = Layout.from_numbers(header.tolist())
+        return layout
+
+    def _wait(self, work: Any) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise LostContactError(self._sender, str(error)) from None
+
+
+# --- sending ----------------------------------------------------------------------------------------------------------
+
+
+class _Reaper:
+    """Holds what is being sent until it has left. gloo tells only a waiting thread, so on the CPU a thread waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._polled: deque[tuple[Any, torch.Tensor]] | None = deque() if device.type == "cuda" else None
+        self._lock = threading.Lock()
+        self._bytes = self.peak_bytes = 0
+        self._queue: queue.SimpleQueue[tuple[Any, torch.Tensor] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._wait_for_all, name="sends", daemon=True)
+        if self._polled is None:
+            self._thread.start()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes handed over that have not left yet."""
+        return self._bytes
+
+    def hold(self, work: Any, flat: torch.Tensor) -> None:
+        with self._lock:
+            self._bytes += flat.numel()
+        if self._polled is None:
+            self._queue.put((work, flat))
+            return
+        self._polled.append((work, flat))
+        while self._polled and self._polled[0][0].is_completed():
+            self._bytes -= self._polled.popleft()[1].numel()
+
+    def drain(self) -> None:
+        """Wait until everything has left."""
+        if self._polled is None:
+            self._queue.put(None)
+            self._thread.join()
+        else:
+            for work, _ in self._polled:
+                work.wait()
+            self._polled.clear()
+
+    def _wait_for_all(self) -> None:
+        while (entry := self._queue.get()) is not None:
+            work, flat = entry
+            try:
+                work.wait()
+            except RuntimeError:
+                return  # the other rank is gone: this one's own next receive, or the launcher, says so
+            size = flat.numel()
+            del entry, work, flat
+            with self._lock:
+                self._bytes -= size
+
+
+class _Outbox:
+    """This rank's messages to one other."""
+
+    def __init__(self, group: Any, receiver: int, device: torch.device) -> None:
+        self._group = group
+        self._receiver = receiver
+        self._device = device
+        self._layouts: dict[Kind, Layout] = {}
+
+    def send(self, key: Key, tensor: torch.Tensor, reaper: _Reaper) -> None:
+        """Hand a tensor over; does not wait."""
+        kind, layout = Kind(*key[:3]), Layout.of(tensor)
+        told = self._layouts.get(kind)
+        if told is None:
+            if layout.dtype not in _DTYPES or len(layout.shape) > _MAX_DIMS:
+                raise TypeError(f"{key.name}: {layout.dtype} with {len(layout.shape)} dimensions cannot be sent")
+            told = self._layouts[kind] = layout
+            header = torch.tensor(layout.numbers(), dtype=torch.int64, device=self._device)
+            self._push(header, header.view(torch.uint8), reaper)
+        elif told != layout:
+            if told.shape != layout.shape or told.dtype != layout.dtype:
+                raise TypeError(
+                    f"{key.name} is {layout.dtype} {list(layout.shape)} now and was {told.dtype} {list(told.shape)} "
+                    "before: what passes between stages must keep its shape"
+                )
+            tensor = torch.empty_strided(told.shape, told.strides, dtype=told.dtype, device=self._device).copy_(tensor)
+        if told.num_bytes:
+            flat = tensor.resolve_conj().resolve_neg() if tensor.is_complex() else tensor
+            flat = flat.as_strided((told.span,), (1,)).view(torch.uint8)
+            self._push(flat, flat, reaper)
+
+    def _push(self, flat: torch.Tensor, counted: torch.Tensor, reaper: _Reaper) -> None:
+        try:
+            work = self._group.send([flat], 1, 0)
+        except RuntimeError as error:
+            raise LostContactError(self._receiver, str(error)) from None
+        reaper.hold(work, counted)
+
+
+# --- all of it --------------------------------------------------------------------------------------------------------
+
+
+class Transport:
+    """This rank's links to the other ranks of its pipeline."""
+
+    def __init__(
+        self,
+        communicators: Communicators,
+        *,
+        prefix: str,
+        rank: int,
+        pairs: Sequence[tuple[int, int]],
+        inbox: Mapping[int, Sequence[Kind]],
+        windows: Mapping[int, int],
+        device: torch.device,
+    ) -> None:
+        """``pairs``: all ordered pairs of ranks that exchange messages, in an order that is the same on every rank."""
+        self._buffers = _Buffers(device)
+        self._reaper = _Reaper(device)
+        self._inboxes: dict[int, _Inbox] = {}
+        self._outboxes: dict[int, _Outbox] = {}
+        for sender, receiver in pairs:
+            if rank not in (sender, receiver):
+                continue
+            group = communicators.make(f"{prefix}/{sender}-{receiver}", int(rank == receiver), 2)
+            if rank == sender:
+                self._outboxes[receiver] = _Outbox(group, receiver, device)
+            else:
+                self._inboxes[sender] = _Inbox(group, sender, inbox[sender], windows[sender], device)
+
+    @property
+    def message_bytes(self) -> int:
+        """Bytes in receive buffers and in sends that have not left."""
+        return self._buffers.total_bytes + self._reaper.bytes
+
+    def begin(self, num_steps: int) -> None:
+        """Expect the messages of ``num_steps`` more steps."""
+        for inbox in self._inboxes.values():
+            inbox.begin(num_steps)
+            inbox.post_ahead(self._buffers)
+
+    def take(self, sender: int, place: int) -> torch.Tensor:
+        """The tensor of message number ``place`` of this step from a rank; waits for it."""
+        return self._inboxes[sender].take(place, self._buffers)
+
+    def post_ahead(self) -> None:
+        """Post the receives that the windows have room for."""
+        for inbox in self._inboxes.values():
+            inbox.post_ahead(self._buffers)
+
+    def send(self, receiver: int, key: Key, tensor: torch.Tensor) -> None:
+        """Hand a tensor over to a rank; does not wait."""
+        self._outboxes[receiver].send(key, tensor, self._reaper)
+
+    def next_step(self) -> None:
+        """The step's messages are all taken."""
+        for inbox in self._inboxes.values():
+            inbox.next_step()
+
+    def close(self) -> None:
+        """Wait until everything sent has left."""
+        self._reaper.drain()
