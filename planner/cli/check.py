@@ -21,7 +21,7 @@ def register(app: typer.Typer) -> None:
 
 
 def check(
-    plan: Path = typer.Argument(help="The plan file.", show_default=False),
+    plan: Path = typer.Argument(metavar="PLAN", help="The plan file.", show_default=False),
     write: bool = typer.Option(False, "--write", help="Write stale figures anew (comments in the file are lost then)."),
     json: bool = typer.Option(False, "--json", help="Print {ok, stale, errors, remarks}."),
 ) -> None:
@@ -78,11 +78,13 @@ def _more(faults: tuple[str, ...]) -> str:
 
 def _tell(path: Path, found: PlanCheck, write: bool) -> None:
     for remark in found.remarks:
-        err.print(f"remark: {remark}", markup=False)
+        err.print(f"remark: {remark}", markup=False, soft_wrap=True)
     if not found.stale:
-        out.print(f"{path}: keeps all rules, fits, and its figures follow from the profile", markup=False)
+        out.print(
+            f"{path}: keeps all rules, fits, and its figures follow from the profile", markup=False, soft_wrap=True
+        )
         return
     for figures in found.stale:
-        out.print(f"{'written anew' if write else 'stale'}: {figures}", markup=False)
+        out.print(f"{'written anew' if write else 'stale'}: {figures}", markup=False, soft_wrap=True)
     word = "its figures are fresh now" if write else "but figures are stale; --write writes them anew"
-    out.print(f"{path}: keeps all rules and fits, {word}", markup=False)
+    out.print(f"{path}: keeps all rules and fits, {word}", markup=False, soft_wrap=True)

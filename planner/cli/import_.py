@@ -25,13 +25,15 @@ def register(app: typer.Typer) -> None:
 
 
 def import_(
-    file: Path = typer.Argument(help="The file to read.", show_default=False),
-    source: Source = typer.Option(..., "--from", help="Which system's file it is.", show_default=False),
+    file: Path = typer.Argument(metavar="FILE", help="The file to read.", show_default=False),
+    source: Source = typer.Option(
+        ..., "--from", metavar="SYSTEM", help="pipedream, dnn-partitioning or piper.", show_default=False
+    ),
     microbatch_size: int = typer.Option(
         None, min=1, help="Samples that the file's times are for (pipedream needs it; others: 1).", show_default=False
     ),
     output: Path = typer.Option(
-        None, "-o", "--output", help="The file to write. [default: profiles/<file's name>.json]", show_default=False
+        None, "-o", "--output", help="The file to write (default: profiles/<name>.json).", show_default=False
     ),
 ) -> None:
     """Read another system's profile into one of ours, to plan with.
@@ -59,5 +61,5 @@ def _import_profile(file: Path, source: Source, microbatch_size: int | None, out
         raise InputError(f"{goal}: is the file that is read", hint="name another with -o")
     write_profile(profile, goal)
     for remark in remarks:
-        err.print(f"remark: {remark}", markup=False)
+        err.print(f"remark: {remark}", markup=False, soft_wrap=True)
     out.print(f"{goal}: {len(profile.layers)} layers, {len(profile.edges)} edges", markup=False, soft_wrap=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import traceback
 
@@ -37,6 +38,10 @@ def options(
 
 for _module in (example, check, import_, schema):
     _module.register(app)
+for _command in app.registered_commands:
+    assert _command.callback is not None
+    _paragraphs = inspect.cleandoc(_command.callback.__doc__ or "").split("\n\n")
+    _command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in _paragraphs)
 
 
 def main(arguments: list[str] | None = None) -> None:

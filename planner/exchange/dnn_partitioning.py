@@ -137,8 +137,11 @@ def _layers_of(nodes: dict[int, _Node], path: Path) -> dict[int, str]:
 
 def _bandwidth(edges: list[_Edge]) -> float:
     """Bytes per second that most edges with a size and a cost agree on."""
-    rates = Counter(float(f"{edge.bytes / edge.seconds:.6g}") for edge in edges if edge.bytes > 0 and edge.seconds > 0)
-    return rates.most_common(1)[0][0] if rates else _SOME_BANDWIDTH
+    rates = [edge.bytes / edge.seconds for edge in edges if edge.bytes > 0 and edge.seconds > 0]
+    agreed = Counter(f"{rate:.6g}" for rate in rates).most_common(1)
+    return (
+        next((rate for rate in rates if f"{rate:.6g}" == agreed[0][0]), _SOME_BANDWIDTH) if agreed else _SOME_BANDWIDTH
+    )
 
 
 def _layer(name: str, group: list[_Node], sent: dict[int, float], microbatch_size: int, trains: bool) -> Layer:

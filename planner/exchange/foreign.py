@@ -155,6 +155,8 @@ def _fingerprint(layers: Sequence[Layer], edges: Sequence[Edge]) -> str:
 
 def figure(value: object, *, place: str) -> float:
     """A finite figure, 0 or more. Raises InputError naming the place where it is none."""
+    if value is None:
+        raise InputError(f"{place} is missing", hint="check that this is the format that --from names")
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise InputError(f"{place} must be a number, not {json.dumps(value, default=str)[:40]}", hint="correct it")
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from planner.cluster import Cluster, resolve
 from planner.errors import InputError
@@ -15,10 +14,7 @@ from planner.plan.plan import Plan, Predicted, PredictedRank
 from planner.profile import Profile
 from planner.schedules import build
 from planner.schedules.action import Schedule, parse_action
-from planner.simulate.job import Job
-
-if TYPE_CHECKING:
-    from planner.simulate import Timeline
+from planner.simulate import Job, Timeline
 
 
 def job_of(plan: Plan, profile: Profile) -> Job:
