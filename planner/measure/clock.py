@@ -1,0 +1,87 @@
+"""Clocks: how long actions take on a device. One way to time for all: marks between actions, read at the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+
+class Clock(Protocol):
+    """Times a row of actions that run one after another."""
+
+    def start(self) -> None:
+        """Set the first mark; what was queued before has ended by then."""
+
+    def mark(self) -> None:
+        """Set a mark at the end of what was queued so far."""
+
+    def seconds(self) -> list[float]:
+        """The time between each two marks since ``start``; waits for the device."""
+
+
+class CpuClock:
+    """On a CPU actions have ended when their call returns: the process' own clock tells."""
+
+    def __init__(self) -> None:
+        self._marks: list[int] = []
+
+    def start(self) -> None:
+        """Set the first mark."""
+        self._marks = [time.perf_counter_ns()]
+
+    def mark(self) -> None:
+        """Set a mark."""
+        self._marks.append(time.perf_counter_ns())
+
+    def seconds(self) -> list[float]:
+        """The time between marks."""
+        return [(after - before) * 1e-9 for before, after in zip(self._marks, self._marks[1:], strict=False)]
+
+
+class CudaClock:
+    """On a CUDA device calls only queue: events on the stream tell when each action's kernels ended.
+
+    The device first sleeps a while, so that kernels queue up behind and none waits for Python within the measured row,
+    as in training, where the CPU runs ahead; a row that takes Python longer than that to queue shows Python's pace.
+    """
+
+    def __init__(self, *, head_start_cycles: int = 20_000_000) -> None:
+        self._events: list[torch.cuda.Event] = []
+        self._head_start_cycles = head_start_cycles
+
+    def start(self) -> None:
+        """Wait for the device, give Python its head start, set the first mark."""
+        torch.cuda.synchronize()
+        torch.cuda._sleep(self._head_start_cycles)
+        self._events = []
+        self.mark()
+
+    def mark(self) -> None:
+        """Record an event."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._events.append(event)
+
+    def seconds(self) -> list[float]:
+        """The time between events."""
+        torch.cuda.synchronize()
+        return [
+            before.elapsed_time(after) * 1e-3 for before, after in zip(self._events, self._events[1:], strict=False)
+        ]
+
+
+def clock_for(device: torch.device | str) -> Clock:
+    """The clock of a device."""
+    return CudaClock() if torch.device(device).type == "cuda" else CpuClock()
+
+
+def time_calls(clock: Clock, calls: list[Callable[[], object]]) -> list[float]:
+    """Seconds of each call, run one after another."""
+    clock.start()
+    for call in calls:
+        call()
+        clock.mark()
+    return clock.seconds()
