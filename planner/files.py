@@ -99,16 +99,24 @@ _YAML_12 = {
 }
 
 
+_MOST_ENTRIES = 10_000_000
+
+
+def _entries(data: object, known: dict[int, int]) -> int:
+    """How many entries nested data has with its aliases spelled out, which a few lines of them can make endless."""
+    if not isinstance(data, dict | list):
+        return 1
+    if id(data) not in known:
+        known[id(data)] = _MOST_ENTRIES + 1  # what it is while it is counted: an alias of itself has no end
+        items = data.values() if isinstance(data, dict) else data
+        known[id(data)] = 1 + sum(_entries(item, known) for item in items)
+    return known[id(data)]
+
+
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 scalars (1e-3 is a number, `on` a word, a date a word); duplicate keys and aliases refused."""
+    """YAML 1.2 scalars (1e-3 is a number, `on` a word, a date a word); duplicate keys refused."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 - as PyYAML types it
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            event = self.get_event()  # type: ignore[no-untyped-call]
-            raise ConstructorError(None, None, f"alias *{event.anchor} is not read: write it out", event.start_mark)
-        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -145,7 +153,10 @@ def read_yaml(path: Path) -> object:
     """The plain data of a YAML file, read safely. Raises InputError on bad syntax or a duplicate key."""
     text = read_text(path)
     try:
-        return yaml.load(text, Loader=_Loader)
+        data = yaml.load(text, Loader=_Loader)
+        if _entries(data, {}) > _MOST_ENTRIES:
+            raise InputError(f"{path}: its aliases spell out too many entries", hint="it must be plain nested data")
+        return data
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1} column {mark.column + 1}: " if mark else ""
