@@ -22,9 +22,10 @@ def parse_bytes(text: str) -> int:
     """
     match = _QUANTITY.fullmatch(text)
     factor = _BYTE_UNITS_FOLDED.get(match.group(2).lower()) if match else None
-    if match is None or factor is None:
+    count = float(match.group(1)) * factor if match and factor else float("inf")
+    if count >= 2**63:
         raise InputError(f"{text!r} is no amount of memory", hint="write e.g. 80GiB, 512MB or 1e9")
-    return int(float(match.group(1)) * factor)
+    return int(count)
 
 
 def format_bytes(count: float) -> str:
