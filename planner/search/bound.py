@@ -1,0 +1,210 @@
+"""The bound of one cut: no order of actions at all ends its iteration sooner.
+
+head(t) is the longest path to the start of an action of type t = (letter, stage), tail(t) the longest from its end,
+over sends, returns, F -> B or I and I -> W, and what surely follows (all-reduce, tied sums, optimizer step).
+
+    rank rows   for each rank, head value a and tail value b:  S = {t of the rank: head >= a, tail >= b}
+                T >= a + M · (sum of S) + b
+    link rows   for each ordered pair of ranks:
+                T >= least (head + duration) + M · bytes / bandwidth + least (latency + head-to-end of what reads it)
+    slot rows   where at most d micro-batches fit between F and B of a rank's only stage, with round trip RTT:
+                T >= head(F) + ceil(M/d) · RTT + tail,  T >= head(B) + M · B + (M-d) · F + tail  (split: I + W for B)
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+from planner.cluster import memory_limit
+from planner.graph import Stage
+from planner.simulate import Job, Walk
+from planner.simulate.closing import all_reduce_s, tied_sum_s, trainable_bytes
+from planner.simulate.costs import Handover, Links
+from planner.simulate.memory import resident_bytes
+
+_Node = tuple[str, int]
+
+
+def cut_bound(walk: Walk, *, fused: bool) -> float:
+    """A lower bound in seconds on the iteration of a job under every order of its actions.
+
+    ``fused``: orders with whole backwards (B) only; else every order. Infinite where not even one micro-batch fits.
+    """
+    return _CutBound(walk, fused).bound_s
+
+
+class _CutBound:
+    def __init__(self, walk: Walk, fused: bool) -> None:
+        self.walk, self.job, self.fused = walk, walk.job, fused
+        self.stages = walk.job.stages
+        self.post_s = [post_s(walk.job, rank) for rank in range(walk.job.num_ranks)]
+        self.seconds: dict[_Node, float] = {}
+        self.after: dict[_Node, list[tuple[_Node, float]]] = {}
+        for stage in range(len(self.stages)):
+            self._add_stage(stage)
+        order = self._order()
+        self.head = dict.fromkeys(order, 0.0)
+        for node in order:
+            reached = self.head[node] + self.seconds[node]
+            for target, delay in self.after[node]:
+                self.head[target] = max(self.head[target], reached + delay)
+        self.tail = {node: self.post_s[self.stages[node[1]].rank] for node in order}
+        for node in reversed(order):
+            for target, delay in self.after[node]:
+                self.tail[node] = max(self.tail[node], delay + self.seconds[target] + self.tail[target])
+        self.bound_s = max([*self._rank_rows(), *self._link_rows(), *self._slot_rows(), *self._closing_rows()])
+
+    def _add_stage(self, stage: int) -> None:
+        cost, sends, returns = self.walk.durations[stage], self.walk.sends[stage], self.walk.returns[stage]
+        self.seconds["F", stage] = cost.forward_s + sends.added_s
+        back = "B" if self.fused else "I"
+        self.after["F", stage] = [((back, stage), 0.0), *_edges("F", sends)]
+        self.after[back, stage] = _edges(back, returns)
+        if self.fused:
+            self.seconds["B", stage] = cost.backward_s + returns.added_s
+        else:
+            self.seconds["I", stage] = cost.backward_input_s + returns.added_s
+            self.seconds["W", stage] = cost.backward_weight_s
+            self.after["I", stage].append((("W", stage), 0.0))
+            self.after["W", stage] = []
+
+    def _order(self) -> list[_Node]:
+        """Forwards up the stages, backwards down them: every path goes this way."""
+        stages = range(len(self.stages))
+        backward = [("B", k) for k in reversed(stages)]
+        split = [(letter, k) for k in reversed(stages) for letter in "IW"]
+        return [("F", k) for k in stages] + (backward if self.fused else split)
+
+    def _rank_rows(self) -> list[float]:
+        microbatches, made = self.job.num_microbatches, []
+        by_rank: dict[int, list[_Node]] = defaultdict(list)
+        for node in self.seconds:
+            by_rank[self.stages[node[1]].rank].append(node)
+        for nodes in by_rank.values():
+            for a in {self.head[node] for node in nodes}:
+                later = [node for node in nodes if self.head[node] >= a]
+                for b in {self.tail[node] for node in later}:
+                    load = sum(self.seconds[node] for node in later if self.tail[node] >= b)
+                    made.append(a + microbatches * load + b)
+        return made
+
+    def _link_rows(self) -> list[float]:
+        microbatches = self.job.num_microbatches
+        used: dict[tuple[int, int], list[tuple[float, float, float]]] = defaultdict(list)
+        back = "B" if self.fused else "I"
+        for letter, handovers in (("F", self.walk.sends), (back, self.walk.returns)):
+            for stage, given in enumerate(handovers):
+                ready = self.head[letter, stage] + self.seconds[letter, stage]
+                for parcel in given.parcels:
+                    reader = (letter, parcel.to_stage)
+                    after = parcel.latency_s + self.seconds[reader] + self.tail[reader]
+                    used[self.stages[stage].rank, parcel.to_rank].append((ready, parcel.busy_s, after))
+        return [
+            min(ready for ready, _, _ in row)
+            + microbatches * sum(busy for _, busy, _ in row)
+            + min(after for _, _, after in row)
+            for row in used.values()
+        ]
+
+    def _slot_rows(self) -> list[float]:
+        """Rows for ranks of one stage, whose memory holds fewer than M micro-batches between F and B (or I)."""
+        microbatches, made = self.job.num_microbatches, [0.0]
+        back = "B" if self.fused else "I"
+        for rank in range(self.job.num_ranks):
+            own = [stage for stage in self.stages if stage.rank == rank]
+            if len(own) != 1:
+                continue
+            number = own[0].stage
+            depth = most_in_flight(self.job, own[0], fused=self.fused)
+            if depth < 1:
+                return [math.inf]
+            if depth >= microbatches:
+                continue
+            forward, backward = self.seconds["F", number], self.seconds[back, number]
+            start, whole = self._longest(("F", number), (back, number)), backward
+            head, tail, end = self.head["F", number], self.tail[back, number], self.tail[back, number]
+            if not self.fused:
+                whole, end = whole + self.seconds["W", number], self.post_s[rank]
+                if not own[0].returns:  # it holds what it saved until its W ends
+                    backward, tail = whole, end
+            made.append(head + math.ceil(microbatches / depth) * (start + backward) + tail)
+            made.append(head + start + microbatches * whole + (microbatches - depth) * forward + end)
+        return made
+
+    def _longest(self, start: _Node, end: _Node) -> float:
+        """The longest path from the start of one action to the start of another."""
+        reached = {start: 0.0}
+        for node in self._order():
+            if node in reached:
+                for target, delay in self.after[node]:
+                    through = reached[node] + self.seconds[node] + delay
+                    reached[target] = max(reached.get(target, 0.0), through)
+        return reached[end]
+
+    def _closing_rows(self) -> list[float]:
+        """A rank's all-reduces run one at a time, none before a stage's own actions can have ended."""
+        microbatches, made = self.job.num_microbatches, []
+        for rank in range(self.job.num_ranks):
+            own = [stage.stage for stage in self.stages if stage.rank == rank]
+            if not own or self.job.data == 1:
+                continue
+            letters = "FB" if self.fused else "FIW"
+            first = min(
+                self.head["F", k] + microbatches * sum(self.seconds[letter, k] for letter in letters) for k in own
+            )
+            reduces = [all_reduce_s(self.job, k) for k in own]
+            made.append(first + sum(reduces) + self.post_s[rank] - min(reduces))
+        return made
+
+
+def _edges(letter: str, given: Handover) -> list[tuple[_Node, float]]:
+    """The stages that an action hands something to, with the least delay until it is there."""
+    made: list[tuple[_Node, float]] = [((letter, to), 0.0) for to in given.at_once]
+    busy_s: dict[int, float] = defaultdict(float)
+    for parcel in given.parcels:
+        busy_s[parcel.to_rank] += parcel.busy_s
+        delay = busy_s[parcel.to_rank] + parcel.latency_s
+        made += [((letter, to), delay) for to in (parcel.to_stage, *parcel.riders)]
+    return made
+
+
+def post_s(job: Job, rank: int) -> float:
+    """What surely follows a rank's last action: the all-reduce of one of its stages, its tied sums, its step."""
+    own = [stage.stage for stage in job.stages if stage.rank == rank]
+    reduce = min((all_reduce_s(job, stage) for stage in own), default=0.0)
+    links = Links(job)
+    tied = sum(
+        tied_sum_s(job, tie, links)
+        for tie in job.ties
+        if tie.trainable and any(job.stages[stage].rank == rank for stage in tie.stages)
+    )
+    return reduce + tied + trainable_bytes(job, rank) * job.step_s_per_trainable_byte
+
+
+def most_in_flight(job: Job, stage: Stage, *, fused: bool = True) -> int:
+    """How many micro-batches a rank of one stage can hold between F and B (or I), at most M; 0: not even one.
+
+    What messages take is left out: with them it may be fewer, never more.
+    """
+    limit = memory_limit(job.cluster)
+    if limit is None:
+        return job.num_microbatches
+    room = limit - resident_bytes(job, stage.rank)
+    backward = stage.backward_input_s + (stage.backward_weight_s if fused else 0.0)
+    if stage.forward_s + backward > 0:  # what lasts no time holds nothing
+        room -= stage.workspace_bytes
+        held = stage.input_bytes if stage.recompute else stage.saved_bytes
+        extra = stage.saved_bytes if stage.recompute else 0
+        if room < max(held, extra):
+            return 0
+        if held:
+            most = room // held if not stage.recompute else min(room // held, 1 + (room - extra) // held)
+            return min(job.num_microbatches, most)
+    return job.num_microbatches if room >= 0 else 0
+
+
+def in_flight_limits(job: Job, stages: Sequence[Stage]) -> tuple[int, ...]:
+    """``most_in_flight`` of every rank, for pipelines with one stage a rank."""
+    return tuple(most_in_flight(job, stage) for stage in sorted(stages, key=lambda stage: stage.rank))

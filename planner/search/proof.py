@@ -1,0 +1,246 @@
+"""The bound of a configuration as an ILP: the rows that any order of actions obeys, over every cut of any graph.
+
+With PF and PB the prefix sums of F and B = I + W through a stage (links ahead and back included), for rank r with
+stages k0 < k1 < ... and every a, b below v:
+
+    fused   T >= PF[ka - 1] + M · (load of r - F of its first a - B of its lowest b) + PB[kb - 1]
+    split   T >= PF[ka - 1] + M · (load of r - F of its first a)
+
+On a DAG a stage surely follows the stages that hold layers of the spine only if it holds one itself: a binary h[k] says
+so, and the prefix sums and rows of a stage without one fall back to what holds alone, T >= M · load.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Final
+
+from planner.cluster import Link, link_between, memory_limit, ring_link
+from planner.graph import LayerGraph
+from planner.schedules import Placement, ranks_of
+from planner.search.figures import LayerFigures, tied
+from planner.search.ilp import CutModel, Linear, Solved
+from planner.search.suffix import Shape
+
+Windows = Sequence[tuple[int, int]]
+
+
+def prove(
+    layers: LayerFigures,
+    shape: Shape,
+    *,
+    virtual: int = 1,
+    placement: Placement = Placement.LOOP,
+    windows: Windows | None = None,
+    below_s: float = math.inf,
+    most_nodes: int | None = None,
+    relaxed: bool = False,
+) -> Solved:
+    """The least time that the rows allow over every cut into P·v stages: the solver's bound, and its cut (seconds).
+
+    ``below_s``: a time that is known to be reached; where no cut is under it, the bound is that time. ``windows``:
+    first and last stage of each layer in any such cut. ``relaxed``: the LP.
+    """
+    scale = below_s if math.isfinite(below_s) and below_s > 0 else shape.num_microbatches * float(layers.load_s.sum())
+    rows = _Rows(layers, shape, virtual, placement, scale or 1.0, windows, relaxed)
+    solved = rows.model.solve(below=below_s / rows.scale, most_nodes=most_nodes, gap=1e-7)
+    return Solved(
+        bound=solved.bound * rows.scale,
+        value=solved.value * rows.scale,
+        stage_of=solved.stage_of,
+        nodes=solved.nodes,
+    )
+
+
+class _Rows:
+    """The model of one configuration; every time in it is divided by ``scale``, every size by the memory limit."""
+
+    def __init__(
+        self,
+        layers: LayerFigures,
+        shape: Shape,
+        virtual: int,
+        placement: Placement,
+        scale: float,
+        windows: Windows | None,
+        relaxed: bool,
+    ) -> None:
+        self.layers: Final = layers
+        self.graph: Final[LayerGraph] = layers.graph
+        self.shape: Final = shape
+        self.scale: Final = scale
+        self.num_stages: Final = shape.num_ranks * virtual
+        self.ranks: Final = ranks_of(shape.num_ranks, virtual, placement)
+        again = layers.forward_s if shape.recompute == (True,) else 0.0 * layers.forward_s
+        self.forward: Final = [float(value) / scale for value in layers.forward_s]
+        self.backward: Final = [float(value) / scale for value in layers.input_s + layers.weight_s + again]
+        self.most: Final = sum(self.forward) + sum(self.backward)
+        self.model: Final = CutModel(
+            len(self.graph), self.graph.edges, self.num_stages, windows=windows, relaxed=relaxed
+        )
+        stages = range(self.num_stages)
+        self.F: Final = [self.model.stored(self.model.load(self.forward, k)) for k in stages]
+        self.B: Final = [self.model.stored(self.model.load(self.backward, k)) for k in stages]
+        self._messages()
+        self._prefixes()
+        for rank in range(shape.num_ranks):
+            self._rank_rows(rank)
+        self._memory()
+
+    def _messages(self) -> None:
+        """Seconds of the spine's messages ahead and back over each boundary k | k + 1, and where nothing comes back."""
+        self.ahead, self.back, self.broken = [], [], []
+        for k in range(self.num_stages - 1):
+            ahead, back, broken = Linear(), Linear(), Linear()
+            link = self._link(self.ranks[k], self.ranks[k + 1])
+            for place, (source, target) in enumerate(pairwise(self.layers.spine), start=1):
+                cut = self.model.up_to(source, k) - self.model.up_to(target, k)
+                ahead.add(cut, _message_s(self.layers.ahead_bytes[place], link) / self.scale)
+                back.add(cut, _message_s(self.layers.back_bytes[place], link) / self.scale)
+                if not self.layers.comes_back[place]:
+                    broken.add(cut)
+            self.ahead.append(self.model.stored(ahead))
+            self.back.append(self.model.stored(back))
+            self.broken.append(broken)
+        if not self.shape.cluster.overlap:  # what a stage hands over lasts as long as its action does
+            for k in range(self.num_stages - 1):
+                if self.graph.is_chain:  # elsewhere the spine may pass a stage by: left out, which bounds as well
+                    self.F[k] = self.F[k] + self.ahead[k]
+                    self.B[k + 1] = self.B[k + 1] + self.back[k]
+                self.ahead[k] = self.back[k] = Linear()
+
+    def _link(self, one: int, other: int) -> Link | None:
+        if one == other:
+            return None
+        if self.graph.is_chain:
+            return link_between(one, other, data=self.shape.data, tensor=self.layers.tensor, cluster=self.shape.cluster)
+        links = self.shape.cluster.links
+        if links is None or links.intra_node is None or links.inter_node is None:
+            return None
+        return Link(
+            latency_s=min(links.intra_node.latency_s, links.inter_node.latency_s),
+            bandwidth_bytes_per_s=max(links.intra_node.bandwidth_bytes_per_s, links.inter_node.bandwidth_bytes_per_s),
+        )
+
+    def _prefixes(self) -> None:
+        """PF[k] and PB[k]: at least what precedes and follows a stage on the spine after stage k, once each."""
+        model = self.model
+        self.holds = [self._holds_spine(k) for k in range(self.num_stages)]
+        self.PF, self.PB = [], []
+        before_f = before_b = Linear()
+        for k in range(self.num_stages - 1):
+            ahead = before_f + self.F[k] + self.ahead[k]
+            back = before_b + self.B[k] + self.back[k]
+            free = Linear(constant=self.most) - self.holds[k] * self.most
+            if free.terms or self.broken[k].terms or self.broken[k].constant:
+                reached, returned = model.variable(), model.variable()
+                model.at_most(before_f, reached)
+                model.at_most(ahead - free, reached)
+                model.at_most(back - free - self.broken[k] * self.most, returned)
+                model.at_most(before_b - self.broken[k] * self.most, returned)
+                before_f, before_b = reached, returned
+            else:
+                before_f, before_b = model.stored(ahead), model.stored(back)
+            self.PF.append(before_f)
+            self.PB.append(before_b)
+
+    def _holds_spine(self, stage: int) -> Linear:
+        """1 where the stage holds a layer of the spine: always, where the spine is all there is."""
+        if self.graph.is_chain:
+            return Linear(constant=1.0)
+        held = Linear()
+        for layer in self.layers.spine:
+            held.add(self.model.inside(layer, stage))
+        flag = self.model.variable(most=1.0, whole=True)
+        for layer in self.layers.spine:
+            self.model.at_most(self.model.inside(layer, stage), flag)
+        self.model.at_most(flag, held)
+        return flag
+
+    def _rank_rows(self, rank: int) -> None:
+        stages = [k for k, home in enumerate(self.ranks) if home == rank]
+        count = self.shape.num_microbatches
+        load = Linear()
+        for k in stages:
+            load.add(self.F[k]).add(self.B[k])
+        post = self._post(rank, stages)
+        if rank == 0:
+            self.post_first = post if all(self.layers.comes_back[1:-1]) else Linear()
+        self.model.row(load * count + post)
+        for a, first in enumerate(stages):
+            without = Linear()
+            for k in stages[:a]:
+                without.add(self.F[k])
+            row = self._reached(self.PF, first) + (load - without) * count
+            self._guarded(row + post, first)
+            if self.shape.fused:
+                dropped = Linear()
+                for lowest in stages:
+                    if lowest > 0:
+                        ended = row - dropped * count + self.PB[lowest - 1]
+                        self._guarded(ended + self.post_first, 0, first, lowest)
+                        self._guarded(ended, first, lowest)
+                    dropped.add(self.B[lowest])
+
+    def _guarded(self, row: Linear, *stages: int) -> None:
+        """A row that holds only where these stages hold layers of the spine."""
+        slack = Linear()
+        for k in set(stages):
+            slack.add(Linear(constant=1.0) - self.holds[k], self.most)
+        self.model.row(row - slack)
+
+    @staticmethod
+    def _reached(prefix: Sequence[Linear], stage: int) -> Linear:
+        return prefix[stage - 1] if stage else Linear()
+
+    def _post(self, rank: int, stages: Sequence[int]) -> Linear:
+        """What follows a rank's last action, where it has one stage: all-reduce, optimizer step."""
+        profile, shape = self.graph.profile, self.shape
+        per_byte = profile.optimizer.step_s_per_trainable_byte
+        link = ring_link(rank, data=shape.data, tensor=self.layers.tensor, cluster=shape.cluster)
+        if shape.data > 1 and link is not None and len(stages) == 1:
+            share = 2 * (shape.data - 1) / shape.data * profile.gradient_bytes_per_trainable_byte
+            per_byte += share / link.bandwidth_bytes_per_s
+        if not per_byte:
+            return Linear()
+        twice = {layer for users, _, _ in tied(self.graph) for layer in users}
+        sizes = [
+            0.0 if layer in twice else cost.trainable_bytes * per_byte / self.scale
+            for layer, cost in enumerate(self.layers.costs)
+        ]
+        made = Linear()
+        for k in stages:
+            made.add(self.model.load(sizes, k))
+        return self.model.stored(made)
+
+    def _memory(self) -> None:
+        """Parameters, gradients, optimizer state, buffers and one micro-batch must fit on every rank."""
+        limit = memory_limit(self.shape.cluster)
+        if limit is None:
+            return
+        factor = self.layers.fixed_factor()
+        size = max(limit, 1)
+        shares: dict[int, float] = {}
+        for users, held, trainable in tied(self.graph):
+            for layer in users:  # counted once a stage below
+                shares[layer] = shares.get(layer, 0.0) + held * (1 + (factor if trainable else 0))
+        fixed = [
+            max(cost.parameter_bytes + factor * cost.trainable_bytes + cost.buffer_bytes - shares.get(layer, 0.0), 0.0)
+            / size
+            for layer, cost in enumerate(self.layers.costs)
+        ]
+        saved = [cost.saved_bytes / size for cost in self.layers.costs]
+        for rank in range(self.shape.num_ranks):
+            stages = [k for k, home in enumerate(self.ranks) if home == rank]
+            held_here = Linear()
+            for k in stages:
+                held_here.add(self.model.load(fixed, k))
+            if len(stages) == 1:
+                held_here.add(self.model.load(saved, stages[0]))
+            self.model.at_most(held_here, Linear(constant=limit / size))
+
+
+def _message_s(size: float, link: Link | None) -> float:
+    return link.latency_s + float(size) / link.bandwidth_bytes_per_s if link is not None and size > 0 else 0.0
