@@ -69,6 +69,10 @@ class Board:
     def _row(self, process: int, step: int) -> int:
         return self._table + (process * self._num_steps + step) * _ROW.size
 
+    def quiet(self, process: int) -> Writer:
+        """The slot of a process that trains to compare."""
+        return Quiet(self, self._memory, process)
+
     def writer(self, process: int) -> Writer:
         """The slot of a process, for itself to write."""
         return Writer(self, self._memory, process)
@@ -104,3 +108,11 @@ class Writer:
         """Write a step's row."""
         _ROW.pack_into(self._memory, self._board._row(self._process, step), loss, seconds)
         _COUNT.pack_into(self._memory, self._offset + 16, step + 1)
+
+
+class Quiet(Writer):
+    """Says only that there is progress, whatever the process is at."""
+
+    def at(self, state: State, position: int = -1) -> None:
+        """A sign of progress in training to compare."""
+        super().at(State.VERIFYING)

@@ -30,7 +30,7 @@ _DTYPES = (
     torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.uint64,
 )  # fmt: skip
 _MAX_DIMS = 16
-_HEADER_NUMBERS = 2 + 2 * _MAX_DIMS
+HEADER_NUMBERS = 2 + 2 * _MAX_DIMS
 
 
 class LostContactError(Exception):
@@ -187,7 +187,7 @@ class _Inbox:
         self._posted += 1
 
     def _told(self, kind: Kind) -> Layout:
-        header = torch.empty(_HEADER_NUMBERS, dtype=torch.int64, device=self._device)
+        header = torch.empty(HEADER_NUMBERS, dtype=torch.int64, device=self._device)
         try:
             work = self._group.recv([header], 0, 0)
         except RuntimeError as error:
