@@ -11,6 +11,7 @@ from planner.schedules.dualpipe_v import dualpipe_v
 from planner.schedules.gpipe import gpipe
 from planner.schedules.looped_bfs import looped_bfs
 from planner.schedules.names import Placement, ScheduleName
+from planner.schedules.v_memory import v_half, v_min
 from planner.schedules.zb_v import zb_v
 from planner.schedules.zero_bubble import zb_h1, zb_h1_depths, zb_h2
 
@@ -51,6 +52,10 @@ def build(
             return zb_v(num_ranks, num_microbatches)
         case ScheduleName.DUALPIPE_V:
             return dualpipe_v(num_ranks, num_microbatches)
+        case ScheduleName.V_HALF:
+            return v_half(num_ranks, num_microbatches)
+        case ScheduleName.V_MIN:
+            return v_min(num_ranks, num_microbatches)
         case ScheduleName.ZB_H1:
             return zb_h1(num_ranks, virtual, num_microbatches, depths or ())
         case ScheduleName.INTERLEAVED:
