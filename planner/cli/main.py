@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> None:
     debug = "--debug" in given
     words = [word for word in given if word != "--debug"] or ["--help"]
     try:
-        code = typer.main.get_command(app).main(words, prog_name="pipeplan", standalone_mode=False)
+        code = _typer_group().main(words, prog_name="pipeplan", standalone_mode=False)
         sys.stdout.flush()
     except typer.Abort:
         raise SystemExit(130) from None
@@ -84,6 +84,16 @@ def main(arguments: list[str] | None = None) -> None:
     raise SystemExit(code if isinstance(code, int) else 0)
 
 
+def _typer_group() -> typer.core.TyperGroup:
+    command = typer.main.get_command(app)
+    assert isinstance(command, typer.core.TyperGroup)
+    for one in command.commands.values():
+        for parameter in one.params:
+            if parameter.param_type_name == "argument" and parameter.name:
+                parameter.metavar = parameter.name.upper()
+    return command
+
+
 def _usage_fault(error: TyperException) -> str:
     """What is wrong with the words of the command line, and which help says more."""
     spell = getattr(error, "format_message", None)
@@ -97,7 +107,8 @@ def _one_line(text: str) -> str:
 
 
 def _say(line: str) -> None:
-    sys.stderr.write(f"pipeplan: {line}\n")
+    shown = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in line)
+    sys.stderr.write(f"pipeplan: {shown}\n")
 
 
 if __name__ == "__main__":

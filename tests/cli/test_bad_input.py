@@ -1,0 +1,289 @@
+"""Whatever is wrong with a file or a word: one line on stderr that names it, exit code 2, and nothing lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.command import pipeplan, refused
+from support.plans import plans, profiles, save
+
+from planner.cluster import Cluster
+from planner.files import sha256_of
+
+# Every command that reads a file, with {} where the file stands, and how the file is made that it expects.
+READERS = {
+    "check": ["check", "{}"],
+    "import pipedream": ["import", "{}", "--from", "pipedream", "--microbatch-size", "1"],
+    "import dnn-partitioning": ["import", "{}", "--from", "dnn-partitioning"],
+    "import piper": ["import", "{}", "--from", "piper"],
+}
+
+
+def _words(command: str, path: Path) -> list[str]:
+    return [word.replace("{}", str(path)) for word in READERS[command]]
+
+
+HOSTILE = {
+    "empty": b"",
+    "blank": b" \n\n",
+    "binary": bytes(random.Random(0).randbytes(4096)),
+    "not UTF-8": b"\xff\xfe a: 1",
+    "text": b"The quick brown fox\n",
+    "list": b"[1, 2]",
+    "number": b"12",
+    "null": b"null",
+    "not closed": b'{"format": "pipeplan-plan/1", ',
+    "deep": b"[" * 50_000,
+    "duplicate key": b'{"format": "pipeplan-plan/1", "format": "pipeplan-plan/1"}',
+    "NaN": b'{"format": NaN}',
+    "endless number": b'{"format": ' + b"9" * 5000 + b"}",
+    "future": b'{"format": "pipeplan-plan/99"}',
+    "other format": b'{"format": "pipeplan-cluster/1"}',
+    "empty mapping": b"{}",
+    "control characters": b"\x1b[31m\x00\x07",
+    "tag": b"!!python/object/apply:os.system ['false']",
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+@pytest.mark.parametrize("command", READERS)
+def test_a_file_of_another_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, kind: str) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(HOSTILE[kind])
+    monkeypatch.chdir(tmp_path)
+    assert str(path) in refused(pipeplan(*_words(command, path)))
+    assert path.read_bytes() == HOSTILE[kind]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("command", READERS)
+def test_no_file_at_all(tmp_path: Path, command: str) -> None:
+    assert "there is no such file" in refused(pipeplan(*_words(command, tmp_path / "none")))
+    assert "is a folder" in refused(pipeplan(*_words(command, tmp_path)))
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    assert str(loop) in refused(pipeplan(*_words(command, loop)))
+    below = tmp_path / "file"
+    below.write_text("")
+    assert str(below / "x") in refused(pipeplan(*_words(command, below / "x")))
+    assert refused(pipeplan(*_words(command, Path("a\x00b"))))
+    assert refused(pipeplan(*_words(command, tmp_path / ("n" * 300))))
+
+
+def _unwritable(tmp_path: Path) -> Iterator[Path]:
+    file = tmp_path / "in the way"
+    file.write_text("")
+    yield file / "out.json"
+    yield tmp_path
+    yield Path("/proc/out.json")
+
+
+def test_an_output_that_cannot_be_written(tmp_path: Path) -> None:
+    source = tmp_path / "graph.txt"
+    source.write_text(
+        "node1 -- A -- forward_compute_time=1.0, backward_compute_time=2.0, activation_size=1.0, parameter_size=8.0\n"
+    )
+    words = ["import", source, "--from", "pipedream", "--microbatch-size", "1"]
+    for path in _unwritable(tmp_path):
+        assert f"{path}: cannot be written" in refused(pipeplan(*words, "-o", path))
+    assert "is the file that is read" in refused(pipeplan(*words, "-o", source))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["bogus"], "No such command 'bogus'; see pipeplan --help"),
+        (["--bogus"], "No such option: --bogus; see pipeplan --help"),
+        (["schema"], "Missing argument 'FORMAT'. Choose from: profile, plan, cluster; see pipeplan schema --help"),
+        (["schema", "bogus"], "'bogus' is not one of 'profile', 'plan', 'cluster'; see pipeplan schema --help"),
+        (["schema", "plan", "more"], "Got unexpected extra argument"),
+        (["check"], "Missing argument 'PLAN'; see pipeplan check --help"),
+        (["check", "x", "--jsno"], "No such option: --jsno"),
+        (["import", "x"], "Missing option '--from'"),
+        (["import", "x", "--from", "y"], "Invalid value for '--from': 'y' is not one of"),
+        (["import", "x", "--from", "piper", "--microbatch-size", "0"], "Invalid value for '--microbatch-size': "),
+        (["import", "x", "--from", "piper", "--microbatch-size", "two"], "Invalid value for '--microbatch-size': "),
+        (["import", "x", "--from", "piper", "-o"], "Option '-o' requires an argument"),
+    ],
+)
+def test_words_that_are_wrong(words: list[str], said: str) -> None:
+    line = refused(pipeplan(*words))
+    assert said in line
+    assert "Value error" not in line
+
+
+def test_without_words_there_is_the_help() -> None:
+    answer = pipeplan()
+    assert answer.code == 0
+    assert answer == pipeplan("--help")
+    assert "Usage: pipeplan" in answer.out
+
+
+# --- valid files, damaged ---------------------------------------------------------------------------------------------
+
+_values = (
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 3)
+    | st.sampled_from([10**30, -(10**30), 2**63, 1e300, -1.5, 1e-300, float("nan"), float("inf")])
+    | st.text(max_size=3)
+    | st.sampled_from([[], {}, [[]], {"": {}}, "synthesised", "free", "v", "1f1b", "gpipe", "0F0 0B0"])
+)
+
+
+def _places(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place in nested data."""
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for key, value in items:
+        yield (*path, key)
+        yield from _places(value, (*path, key))
+
+
+def _damage(draw: st.DrawFn, data: Any) -> Any:
+    """Nested data with one place replaced, removed, doubled, renamed or moved."""
+    data = json.loads(json.dumps(data))
+    *parents, last = draw(st.sampled_from(list(_places(data))))
+    inside = data
+    for part in parents:
+        inside = inside[part]
+    how = draw(st.sampled_from(["replace", "remove", "double", "nudge"]))
+    if how == "remove":
+        del inside[last]
+    elif how == "double" and isinstance(inside, list):
+        inside.insert(last, inside[last])
+    elif how == "double":
+        inside[f"{last}2"] = inside[last]
+    elif how == "nudge" and isinstance(inside[last], int | float):
+        inside[last] += draw(st.sampled_from([1, -1, 0.5]))
+    else:
+        inside[last] = draw(_values)
+    return data
+
+
+@st.composite
+def _damaged_texts(draw: st.DrawFn, text: str) -> bytes:
+    """A text with a few bytes changed, or cut short."""
+    content = bytearray(text.encode())
+    for _ in range(draw(st.integers(1, 3))):
+        at = draw(st.integers(0, len(content) - 1))
+        how = draw(st.sampled_from(["set", "insert", "delete", "cut"]))
+        if how == "set":
+            content[at] = draw(st.integers(0, 255))
+        elif how == "insert":
+            content[at:at] = draw(st.binary(min_size=1, max_size=4))
+        elif how == "delete":
+            del content[at : at + draw(st.integers(1, 40))]
+        else:
+            del content[max(1, at) :]
+        if not content:
+            break
+    return bytes(content)
+
+
+def _answers_well(*words: object) -> None:
+    """The command does its work, or refuses it in one line."""
+    answer = pipeplan(*words)
+    if answer.code:
+        refused(answer, code=answer.code)
+        assert answer.code in (2, 3), answer
+    else:
+        assert "Traceback" not in answer.err
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_a_damaged_plan_is_never_a_traceback(data: st.DataObject) -> None:
+    profile = data.draw(profiles(max_layers=4))
+    plan = data.draw(plans(profile))
+    with tempfile.TemporaryDirectory() as folder:
+        path = save(plan, profile, Path(folder), bound_s=1.0)
+        if data.draw(st.booleans()):
+            content = data.draw(_damaged_texts(path.read_text()))
+        else:
+            content = yaml.safe_dump(_damage(data.draw, yaml.safe_load(path.read_text()))).encode()
+        path.write_bytes(content)
+        _answers_well("check", path)
+        assert path.read_bytes() == content
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_a_damaged_profile_is_never_a_traceback(data: st.DataObject) -> None:
+    profile = data.draw(profiles(max_layers=4))
+    plan = dataclasses.replace(data.draw(plans(profile)), cluster=Cluster())
+    with tempfile.TemporaryDirectory() as folder:
+        path = save(plan, profile, Path(folder))
+        file, before = path.parent / "profile.json", sha256_of(path.parent / "profile.json")
+        if data.draw(st.booleans()):
+            content = data.draw(_damaged_texts(file.read_text()))
+        else:
+            content = json.dumps(_damage(data.draw, json.loads(file.read_text()))).encode()
+        file.write_bytes(content)
+        path.write_text(path.read_text().replace(before, sha256_of(file)))
+        _answers_well("check", path)
+        assert file.read_bytes() == content
+
+
+IMPORTED: dict[str, Any] = {
+    "dnn-partitioning": {
+        "maxSizePerFPGA": 100,
+        "nodes": [
+            {"id": 1, "name": "a", "fpgaLatency": 1, "cpuLatency": 1, "size": 8, "isBackwardNode": 0, "colorClass": 1},
+            {"id": 2, "name": "b", "fpgaLatency": 1, "cpuLatency": 1, "size": 8, "isBackwardNode": 0, "colorClass": 2},
+            {"id": 3, "name": "c", "fpgaLatency": 1, "cpuLatency": 1, "size": 8, "isBackwardNode": 1, "colorClass": 1},
+        ],
+        "edges": [{"sourceId": 1, "destId": 2, "cost": 1, "size": 4}],
+    },
+    "piper": {
+        "maxMemoryPerDevice": 100,
+        "bandwidth": 100,
+        "mbsInBatch": 4,
+        "nodes": [
+            {
+                "id": number,
+                "name": "a",
+                "TMPCs": {
+                    size: [
+                        {"id": name, "timePerSample": 1, "parameterSize": 8, "memoryUsageA": 4, "memoryUsageB": 20}
+                        for name in ("vanilla", "activation recomp")
+                    ]
+                    for size in ("1", "2")
+                },
+            }
+            for number in (1, 2)
+        ],
+        "edges": [{"sourceId": 1, "destId": 2, "communicationCost": 4}],
+    },
+}
+
+
+@pytest.mark.parametrize("system", IMPORTED)
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_a_damaged_foreign_file_is_never_a_traceback(system: str, data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "file.json"
+        path.write_text(json.dumps(_damage(data.draw, IMPORTED[system])))
+        _answers_well("import", path, "--from", system, "-o", Path(folder) / "profile.json")
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_a_damaged_pipedream_file_is_never_a_traceback(data: st.DataObject) -> None:
+    node = "node{} -- A(b, c) -- forward_compute_time=1.0, backward_compute_time=2.0, activation_size=[1.0; 2.0], "
+    text = "".join(node.format(number) + "parameter_size=8.0\n" for number in (1, 2)) + "\tnode1 -- node2\n"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "graph.txt"
+        path.write_bytes(data.draw(_damaged_texts(text)))
+        words = ["--from", "pipedream", "--microbatch-size", "2", "-o", Path(folder) / "profile.json"]
+        _answers_well("import", path, *words)
