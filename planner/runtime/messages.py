@@ -252,7 +252,7 @@ def _rank_steps(
         if letter is Letter.FORWARD:
             # A tensor has one key on a rank: that of the message, or of the lowest reader where it is made here.
             reads.append(tuple(arriving.get((name, m)) or _local(found, rank, name, m) for name in found.reads[stage]))
-        elif letter is Letter.BACKWARD_WEIGHT and found.returns[stage]:
+        elif letter is Letter.BACKWARD_WEIGHT:
             reads.append(())
         else:
             reads.append(tuple(Key("B", name, stage, m) for name in found.gradient_reads[stage]))

@@ -31,6 +31,8 @@ _DTYPES = (
 )  # fmt: skip
 _MAX_DIMS = 16
 HEADER_NUMBERS = 2 + 2 * _MAX_DIMS
+_ABSENT = -1
+"""In place of a type: there is no such tensor, in any step."""
 
 
 class LostContactError(Exception):
@@ -141,8 +143,8 @@ class _Inbox:
         self._kinds = kinds
         self._window = window
         self._device = device
-        self._layouts: dict[Kind, Layout] = {}
-        self._flying: dict[int, tuple[Any, torch.Tensor | None, Layout]] = {}
+        self._layouts: dict[Kind, Layout | None] = {}
+        self._flying: dict[int, tuple[Any, torch.Tensor | None, Layout | None]] = {}
         self._posted = self._taken = self._base = self._end = 0
 
     def begin(self, num_steps: int) -> None:
@@ -156,28 +158,32 @@ class _Inbox:
         """Post receives as far as the window, and as layouts are known."""
         goal = min(self._taken + self._window, self._end)
         while self._posted < goal:
-            layout = self._layouts.get(self._kinds[self._posted % len(self._kinds)])
-            if layout is None:
+            kind = self._kinds[self._posted % len(self._kinds)]
+            if kind not in self._layouts:
                 return
-            self._post(layout, buffers)
+            self._post(self._layouts[kind], buffers)
 
-    def take(self, place: int, buffers: _Buffers) -> torch.Tensor:
+    def take(self, place: int, buffers: _Buffers) -> torch.Tensor | None:
         """The tensor of the step's message number ``place``, waited for."""
         number = self._base + place
         while self._posted <= number:
             kind = self._kinds[self._posted % len(self._kinds)]
-            self._post(self._layouts.get(kind) or self._told(kind), buffers)
+            if kind not in self._layouts:
+                self._layouts[kind] = self._told()
+            self._post(self._layouts[kind], buffers)
         work, flat, layout = self._flying.pop(number)
         self._taken += 1
+        if layout is None:
+            return None
         if flat is None:
             return torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype, device=self._device)
         self._wait(work)
         storage = buffers.give(flat)
         return torch.empty(0, dtype=layout.dtype, device=self._device).set_(storage, 0, layout.shape, layout.strides)
 
-    def _post(self, layout: Layout, buffers: _Buffers) -> None:
+    def _post(self, layout: Layout | None, buffers: _Buffers) -> None:
         flat = work = None
-        if layout.num_bytes:
+        if layout is not None and layout.num_bytes:
             flat = buffers.take(layout.num_bytes)
             try:
                 work = self._group.recv([flat], 0, 0)
@@ -186,15 +192,15 @@ class _Inbox:
         self._flying[self._posted] = (work, flat, layout)
         self._posted += 1
 
-    def _told(self, kind: Kind) -> Layout:
+    def _told(self) -> Layout | None:
         header = torch.empty(HEADER_NUMBERS, dtype=torch.int64, device=self._device)
         try:
             work = self._group.recv([header], 0, 0)
         except RuntimeError as error:
             raise LostContactError(self._sender, str(error)) from None
         self._wait(work)
-        layout = self._layouts[kind] = Layout.from_numbers(header.tolist())
-        return layout
+        numbers = header.tolist()
+        return None if numbers[0] == _ABSENT else Layout.from_numbers(numbers)
 
     def _wait(self, work: Any) -> None:
         try:
@@ -263,19 +269,18 @@ class _Outbox:
         self._group = group
         self._receiver = receiver
         self._device = device
-        self._layouts: dict[Kind, Layout] = {}
+        self._layouts: dict[Kind, Layout | None] = {}
 
-    def send(self, key: Key, tensor: torch.Tensor, reaper: _Reaper) -> None:
+    def send(self, key: Key, tensor: torch.Tensor | None, reaper: _Reaper) -> None:
         """Hand a tensor over; does not wait."""
-        kind, layout = Kind(*key[:3]), Layout.of(tensor)
-        told = self._layouts.get(kind)
-        if told is None:
-            if layout.dtype not in _DTYPES or len(layout.shape) > _MAX_DIMS:
-                raise TypeError(f"{key.name}: {layout.dtype} with {len(layout.shape)} dimensions cannot be sent")
-            told = self._layouts[kind] = layout
-            header = torch.tensor(layout.numbers(), dtype=torch.int64, device=self._device)
-            self._push(header, header.view(torch.uint8), reaper)
-        elif told != layout:
+        kind, layout = Kind(*key[:3]), None if tensor is None else Layout.of(tensor)
+        if kind not in self._layouts:
+            self._tell(kind, layout, reaper)
+        told = self._layouts[kind]
+        if tensor is None or layout is None or told is None:
+            assert told is layout, f"{key.name} is there in some steps and not in others"
+            return
+        if told != layout:
             if told.shape != layout.shape or told.dtype != layout.dtype:
                 raise TypeError(
                     f"{key.name} is {layout.dtype} {list(layout.shape)} now and was {told.dtype} {list(told.shape)} "
@@ -286,6 +291,14 @@ class _Outbox:
             flat = tensor.resolve_conj().resolve_neg() if tensor.is_complex() else tensor
             flat = flat.as_strided((told.span,), (1,)).view(torch.uint8)
             self._push(flat, flat, reaper)
+
+    def _tell(self, kind: Kind, layout: Layout | None, reaper: _Reaper) -> None:
+        if layout is not None and (layout.dtype not in _DTYPES or len(layout.shape) > _MAX_DIMS):
+            raise TypeError(f"{kind.name}: {layout.dtype} with {len(layout.shape)} dimensions cannot be sent")
+        self._layouts[kind] = layout
+        numbers = [_ABSENT] * HEADER_NUMBERS if layout is None else layout.numbers()
+        header = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        self._push(header, header.view(torch.uint8), reaper)
 
     def _push(self, flat: torch.Tensor, counted: torch.Tensor, reaper: _Reaper) -> None:
         try:
@@ -337,8 +350,8 @@ class Transport:
             inbox.begin(num_steps)
             inbox.post_ahead(self._buffers)
 
-    def take(self, sender: int, place: int) -> torch.Tensor:
-        """The tensor of message number ``place`` of this step from a rank; waits for it."""
+    def take(self, sender: int, place: int) -> torch.Tensor | None:
+        """The tensor of message number ``place`` of this step from a rank, waited for; None where there is none."""
         return self._inboxes[sender].take(place, self._buffers)
 
     def post_ahead(self) -> None:
@@ -346,7 +359,7 @@ class Transport:
         for inbox in self._inboxes.values():
             inbox.post_ahead(self._buffers)
 
-    def send(self, receiver: int, key: Key, tensor: torch.Tensor) -> None:
+    def send(self, receiver: int, key: Key, tensor: torch.Tensor | None) -> None:
         """Hand a tensor over to a rank; does not wait."""
         self._outboxes[receiver].send(key, tensor, self._reaper)
 

@@ -1,0 +1,173 @@
+"""``pipeplan run``: train as a plan says."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import typer
+
+from planner.cli.console import err, out, print_json
+
+if TYPE_CHECKING:
+    from planner.runtime.result import Outcome
+
+_LINES = 10
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("run")(run)
+
+
+def run(
+    plan: Path = typer.Argument(help="The plan file."),
+    steps: int = typer.Option(20, min=1, help="Optimizer steps in all."),
+    seed: int = typer.Option(0, min=0, help="Decides weights, data and dropout."),
+    verify: bool = typer.Option(False, "--verify", help="Train the first steps in one process too, and compare."),
+    timeout: float | None = typer.Option(
+        None, min=0.1, help="Seconds without progress after which the run is stuck. Default: 60, or ten iterations."
+    ),
+    nnodes: int = typer.Option(1, min=1, help="Machines; give the same command on each."),
+    node_rank: int = typer.Option(0, min=0, help="Which of them this is."),
+    rdzv_endpoint: str | None = typer.Option(None, metavar="HOST:PORT", help="Where they meet: machine 0."),
+    log: Path | None = typer.Option(None, help="Write a JSON line a step: step, loss, seconds, samples per second."),
+    as_json: bool = typer.Option(False, "--json", help="Print the result as one JSON document."),
+) -> None:
+    """Train as a plan says, one process a GPU, and set what was measured beside what was predicted."""
+    from planner.errors import RunError
+    from planner.files import plain
+    from planner.plan import read_plan
+    from planner.runtime.run import RunOptions, run_plan
+
+    options = RunOptions(
+        steps=steps,
+        seed=seed,
+        verify=verify,
+        timeout_s=timeout,
+        nnodes=nnodes,
+        node_rank=node_rank,
+        endpoint=rdzv_endpoint,
+    )
+    with _Progress(steps, read_plan(plan).batch.global_batch, log) as progress:
+        outcome = run_plan(plan, options, progress)
+    if outcome is None:
+        err.print("done; node 0 tells the result")
+        return
+    if as_json:
+        print_json({"predicted": None} | plain(outcome.result))
+    else:
+        _show(outcome)
+    verified = outcome.result.verify
+    if verified is not None and not verified.equal:
+        raise RunError(
+            f"the run is not equal to one process: losses differ by {verified.loss_difference:.3g}, "
+            f"weights by {verified.largest_weight_difference:.3g}",
+            hint="report it with the model file",
+        )
+
+
+class _Progress:
+    """The live view on stderr: a bar in a terminal, a few lines where there is none; and the log file."""
+
+    def __init__(self, steps: int, samples: int, log: Path | None) -> None:
+        self._steps = steps
+        self._samples = samples
+        self._log_path = log
+        self._log: TextIO | None = None
+        self._bar: Any = None
+        self._started = time.monotonic()
+
+    def __enter__(self) -> _Progress:
+        from planner.errors import InputError
+
+        if self._log_path is not None:
+            try:
+                self._log = self._log_path.open("w", buffering=1)
+            except OSError as error:
+                raise InputError(f"--log {self._log_path}: {error.strerror}", hint="name a file") from None
+        if err.is_terminal:
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            self._bar = Progress(
+                TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+                TextColumn("{task.fields[loss]}"), console=err, transient=True,
+            )  # fmt: skip
+            self._bar.start()
+            self._task = self._bar.add_task("starting", total=self._steps, loss="")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        if self._log is not None:
+            self._log.close()
+
+    def step(self, step: int, loss: float, seconds: float) -> None:
+        """A step has ended."""
+        if self._bar is not None:
+            self._bar.update(self._task, description="training", completed=step + 1, loss=f"loss {loss:.4f}")
+        elif (step + 1) * _LINES // self._steps > step * _LINES // self._steps:
+            err.print(f"step {step + 1}/{self._steps}  loss {loss:.4f}", soft_wrap=True)
+        if self._log is not None:
+            row = {"step": step, "loss": loss, "seconds": seconds, "samples_per_s": self._samples / seconds}
+            self._log.write(json.dumps(row) + "\n")
+
+    def remark(self, text: str) -> None:
+        """Something worth knowing before the start."""
+        err.print(text, soft_wrap=True)
+
+    def details(self, text: str) -> None:
+        """The traceback of what ends the run."""
+        if self._bar is not None:
+            self._bar.stop()
+        if text:
+            err.print(text.rstrip(), markup=False, soft_wrap=True)
+
+
+def _show(outcome: Outcome) -> None:
+    """Predicted beside measured, and what to do about it."""
+    from rich.table import Table
+
+    from planner.units import format_bytes, format_seconds
+
+    result, predicted = outcome.result, outcome.result.predicted
+    table = Table(title="predicted and measured", title_justify="left")
+    for name in ("", "predicted", "measured", "off"):
+        table.add_column(name, justify="left" if not name else "right")
+
+    def row(name: str, foretold: float | None, measured: float, show: Any) -> None:
+        off = f"{measured / foretold - 1:+.1%}" if foretold else ""
+        table.add_row(name, "" if foretold is None else show(foretold), show(measured), off)
+
+    row("iteration", predicted.iteration_s if predicted else None, outcome.measured.iteration_s, format_seconds)
+    bubble = outcome.measured.bubble_fraction
+    foretold_bubble = "" if predicted is None else f"{predicted.bubble_fraction:.1%}"
+    table.add_row("bubble", foretold_bubble, f"{bubble:.1%}", "")
+    for rank in result.ranks:
+        foretold = predicted.ranks[rank.rank] if predicted else None
+        row(f"rank {rank.rank} busy", foretold.busy_s if foretold else None, rank.busy_s, format_seconds)
+    for rank in result.ranks:
+        foretold = predicted.ranks[rank.rank] if predicted else None
+        peak = rank.peak_memory_bytes
+        row(f"rank {rank.rank} peak memory", foretold.peak_memory_bytes if foretold else None, peak, format_bytes)
+    out.print(table)
+    losses = [loss for loss in result.losses if loss is not None]
+    if losses:
+        out.print(f"loss {losses[0]:.4f} at first, {losses[-1]:.4f} at last; weights {result.weights_sha256[:12]}")
+    if result.verify is not None:
+        verified = result.verify
+        word = "equal to one process" if verified.equal else "NOT equal to one process"
+        out.print(
+            f"{word}: losses differ by {verified.loss_difference:.3g}, weights by "
+            f"{verified.largest_weight_difference:.3g}",
+            soft_wrap=True,
+        )
+        if verified.eager_difference is not None:
+            out.print(
+                f"captured model against the model as written: differ by {verified.eager_difference:.3g}",
+                soft_wrap=True,
+            )
+    out.print(outcome.advice, soft_wrap=True)

@@ -1,0 +1,93 @@
+"""How a run fails: the first failure's own words, told to every machine of the run."""
+
+from __future__ import annotations
+
+import json
+import signal
+import traceback
+from dataclasses import asdict, dataclass
+
+from planner.errors import InputError, PipeplanError, RunError
+from planner.runtime.board import Slot, State
+from planner.schedules import Action
+
+_PHASES = {
+    State.STARTING: "while starting",
+    State.DATA: "reading data()",
+    State.GRADIENTS: "summing gradients",
+    State.OPTIMIZER: "in the optimizer step",
+    State.VERIFYING: "training in one process to compare",
+    State.ENDING: "while ending",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """What ended a run. ``details``: the traceback of the user's code, or the stack of what hung; may be empty."""
+
+    message: str
+    hint: str = ""
+    exit_code: int = RunError.exit_code
+    details: str = ""
+
+    def to_json(self) -> str:
+        """As the store holds it."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Failure:
+        """What the store holds."""
+        return cls(**json.loads(text))
+
+    def error(self) -> PipeplanError:
+        """As the exception that the command line ends with."""
+        kind = InputError if self.exit_code == InputError.exit_code else RunError
+        return kind(self.message, hint=self.hint)
+
+
+def place(rank: int, slot: Slot, order: tuple[Action, ...]) -> str:
+    """Where a rank is: ``rank 1, stage 1, micro-batch 3, action 1F3, step 0``."""
+    if slot.state in (State.WAITING, State.RUNNING) and 0 <= slot.position < len(order):
+        action = order[slot.position]
+        words = f"rank {rank}, stage {action.stage}, micro-batch {action.microbatch}, action {action}, step {slot.step}"
+        return words + (", waiting for its messages" if slot.state is State.WAITING else "")
+    phase = _PHASES.get(slot.state, "")
+    step = "" if slot.state in (State.STARTING, State.ENDING) else f", step {slot.step}"
+    return f"rank {rank}{step}, {phase}"
+
+
+def raised(error: BaseException, where: str) -> Failure:
+    """A rank's own exception."""
+    if isinstance(error, PipeplanError):
+        cause = error.__cause__
+        details = "".join(traceback.format_exception(cause)) if cause is not None else ""
+        return Failure(message=error.message, hint=error.hint, exit_code=error.exit_code, details=details)
+    words = str(error).strip().splitlines()
+    said = f"{type(error).__name__}: {words[0]}" if words else type(error).__name__
+    return Failure(
+        message=f"{where}: {said}",
+        hint="see the traceback above",
+        details="".join(traceback.format_exception(error)),
+    )
+
+
+def died(exit_code: int, where: str) -> Failure:
+    """A process that ended without a word."""
+    if exit_code >= 0:
+        return Failure(message=f"{where}: the process ended with code {exit_code}", hint="see its own words above")
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:
+        name = "unknown"
+    hint = "out of memory? see dmesg" if -exit_code == signal.SIGKILL else "see its own words above"
+    return Failure(message=f"{where}: the process was killed by signal {-exit_code} ({name})", hint=hint)
+
+
+def hung(where: str, *, timeout_s: float, stopped: bool, stack: str) -> Failure:
+    """A process that shows no sign of progress."""
+    why = " (the process is stopped)" if stopped else ""
+    return Failure(
+        message=f"{where}: no sign of progress for {timeout_s:g} s{why}",
+        hint="mend what hangs, or give it longer with --timeout",
+        details=stack,
+    )

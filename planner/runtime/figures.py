@@ -1,0 +1,64 @@
+"""What a rank measures of its own steps: every action, without stopping the device."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+from planner.runtime.trainer import StepRecord, Trainer
+
+
+class RankFigures:
+    """Times of a rank's steps, in seconds since all ranks began together."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._watch = trainer.stopwatch
+        self._origin = self._watch.mark()
+        self._pending: StepRecord | None = None
+        self._ends: list[float] = []
+        self._last_actions: list[float] = []
+        self._busy: list[float] = []
+        self._begins: dict[int, float] = {0: 0.0}
+        self._actions: dict[str, list[float]] = {}
+        self.losses: list[float] = []
+
+    def begin(self) -> None:
+        """The next step does not follow the one before at once: all ranks begin together again."""
+        self._settle()
+        self._begins[len(self._ends)] = self._watch.seconds(self._origin, self._watch.mark())
+
+    def add(self, record: StepRecord) -> None:
+        """Keep a step's figures; read one step late, so that nothing waits for the device."""
+        self._settle()
+        self._pending = record
+        self.losses.append(record.loss)
+
+    def _settle(self) -> None:
+        record, self._pending = self._pending, None
+        if record is None:
+            return
+        seconds = self._watch.seconds
+        self._ends.append(seconds(self._origin, record.end))
+        self._last_actions.append(seconds(self._origin, record.spans[-1].end))
+        busy = 0.0
+        rows: dict[str, list[float]] = {}
+        for action, span in zip(self._trainer.order, record.spans, strict=True):
+            duration = seconds(span.start, span.end)
+            busy += duration
+            rows.setdefault(f"{action.stage}{action.letter}", []).append(duration)
+        self._busy.append(busy)
+        for name, row in rows.items():
+            self._actions.setdefault(name, []).append(median(row))
+
+    def told(self) -> dict[str, Any]:
+        """All of it as plain data: lists over steps; ``actions``: medians over steps, by stage and letter."""
+        self._settle()
+        return {
+            "ends": self._ends,
+            "last_actions": self._last_actions,
+            "busy": self._busy,
+            "begins": sorted(self._begins.items()),
+            "actions": {name: median(row[1:] or row) for name, row in self._actions.items()},
+            "losses": self.losses,
+        }

@@ -1,0 +1,84 @@
+"""Training in one process, K = 1, through the same stage code: what a run is compared with, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from planner.capture import Batch, Capture, ModelFile
+from planner.runtime.board import Writer
+from planner.runtime.messages import rank_programs
+from planner.runtime.trainer import Shape, Trainer, initial_weights, routes_of
+from planner.schedules import Action, Letter
+
+ROUNDING = 1e-4
+"""What counts as equal over replicas, where sums run in another order: of the largest weight or loss."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """Losses, one mean a step, and the weights after the last step."""
+
+    losses: tuple[float, ...]
+    weights: Mapping[str, Tensor]
+
+
+def train_whole(
+    model_file: ModelFile,
+    captured: Capture,
+    *,
+    batches: Iterator[Batch],
+    num_steps: int,
+    microbatch_size: int,
+    num_microbatches: int,
+    seed: int,
+    device: torch.device,
+    board: Writer,
+) -> Reference:
+    """Train with all layers in one stage, micro-batches one after another."""
+    programs = captured.stages([[layer.name for layer in captured.layers]])
+    found = routes_of(captured, programs, ranks=[0])
+    order = tuple(Action(0, letter, m) for m in range(num_microbatches) for letter in (Letter.FORWARD, Letter.BACKWARD))
+    (program,) = rank_programs((order,), found, seconds=lambda action: 0.0)
+    trainer = Trainer(
+        model_file=model_file,
+        module=initial_weights(model_file, seed),
+        programs=programs,
+        recompute=[False],
+        found=found,
+        program=program,
+        shape=Shape(microbatch_size=microbatch_size, num_microbatches=num_microbatches),
+        seed=seed,
+        device=device,
+        transport=None,
+        replicas=None,
+        board=board,
+    )
+    losses = tuple(trainer.step(step, batch).loss for step, batch in enumerate(islice(batches, num_steps)))
+    weights = {name: parameter.detach().cpu() for name, parameter in trainer.parameters.items()}
+    return Reference(losses=losses, weights=weights)
+
+
+def compare(
+    reference: Reference, weights: Iterable[tuple[str, Tensor]], losses: Sequence[float], *, exact: bool
+) -> dict[str, Any]:
+    """Losses and weights of a run beside the reference's: equal to the bit, or where not ``exact`` to rounding."""
+    same, largest, size = True, 0.0, 0.0
+    for name, weight in weights:
+        whole = reference.weights[name].contiguous()
+        same = same and torch.equal(whole.view(-1).view(torch.uint8), weight.reshape(-1).view(torch.uint8))
+        if whole.numel():
+            largest = max(largest, (whole.double() - weight.double()).abs().max().item())
+            size = max(size, whole.double().abs().max().item())
+    loss_difference = max(abs(a - b) for a, b in zip(reference.losses, losses, strict=True))
+    if exact:
+        equal = same and tuple(losses) == reference.losses
+    else:
+        most = max(map(abs, reference.losses))
+        equal = largest <= ROUNDING * size and loss_difference <= ROUNDING * most
+    return {"equal": equal, "loss_difference": loss_difference, "largest_weight_difference": largest}

@@ -1,0 +1,147 @@
+"""What a run did, and how far it is from what was predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from planner.plan.plan import Plan, Predicted
+from planner.record import Bytes, Index, Seconds, record
+
+NEAR = 0.05
+"""Measured within this of predicted is as predicted."""
+
+
+@record
+class StepTime:
+    """From the end of the step before, on the last rank to end, to that of this one."""
+
+    iteration_s: Seconds
+
+
+@record
+class RankResult:
+    """What one pipeline rank measured: medians over the steps after the first, the largest over its replicas."""
+
+    rank: Index
+    busy_s: Seconds
+    peak_memory_bytes: Bytes
+
+
+@record
+class Verified:
+    """A run beside one process; ``eager_difference``: the largest difference of the captured model from the user's own.
+
+    Differences are absolute: of losses, of weights after the compared steps, of losses and weights.
+    """
+
+    equal: bool
+    loss_difference: float
+    largest_weight_difference: float
+    eager_difference: float | None = None
+
+
+@record
+class RunResult:
+    """What ``pipeplan run --json`` prints."""
+
+    losses: tuple[float | None, ...]
+    weights_sha256: str
+    steps: tuple[StepTime, ...]
+    ranks: tuple[RankResult, ...]
+    predicted: Predicted | None = None
+    verify: Verified | None = None
+
+
+@record
+class Measured:
+    """One iteration as it was, in the words of ``Predicted``: medians over the steps after the first."""
+
+    iteration_s: Seconds
+    bubble_fraction: float
+
+
+@record
+class Outcome:
+    """A run's result, and what is said about it."""
+
+    result: RunResult
+    measured: Measured
+    advice: str
+
+
+def outcome_of(plan: Plan, told: Sequence[Mapping[str, Any]], *, crowded: bool) -> Outcome:
+    """Put together what all processes told, in the order of their global ranks.
+
+    ``crowded``: processes outnumber cores, so that times mean little.
+    """
+    num_steps = len(told[0]["ends"])
+    iterations, bubbles = [], []
+    begins = [dict(map(tuple, process["begins"])) for process in told]
+    ended = 0.0
+    for step in range(num_steps):
+        start = max(row[step] for row in begins) if step in begins[0] else ended
+        ended = max(process["ends"][step] for process in told)
+        makespan = max(process["last_actions"][step] for process in told) - start
+        iterations.append(ended - start)
+        bubbles.append(1 - sum(process["busy"][step] for process in told) / (len(told) * makespan))
+    steady = slice(1, None) if num_steps > 1 else slice(None)
+    measured = Measured(iteration_s=median(iterations[steady]), bubble_fraction=median(bubbles[steady]))
+    ranks = []
+    for rank in range(plan.parallel.pipeline):
+        mine = [process for process in told if process["rank"] == rank]
+        ranks.append(
+            RankResult(
+                rank=rank,
+                busy_s=max(median(process["busy"][steady]) for process in mine),
+                peak_memory_bytes=max(process["peak_memory_bytes"] for process in mine),
+            )
+        )
+    losses = next(process["losses"] for process in told if process["has_loss"])
+    verified = told[0]["verify"]
+    result = RunResult(
+        losses=tuple(loss if loss == loss and abs(loss) != float("inf") else None for loss in losses),
+        weights_sha256=told[0]["weights_sha256"],
+        steps=tuple(StepTime(iteration_s=seconds) for seconds in iterations),
+        ranks=tuple(ranks),
+        predicted=plan.predicted,
+        verify=Verified(**verified) if verified else None,
+    )
+    return Outcome(result=result, measured=measured, advice=_advice(plan, result, measured, crowded=crowded))
+
+
+def _advice(plan: Plan, result: RunResult, measured: Measured, *, crowded: bool) -> str:
+    """One line: where the run differs from the prediction, and what to do about it."""
+    predicted = plan.predicted
+    if predicted is None:
+        return "the plan holds no prediction; pipeplan check --write adds it"
+    over = measured.iteration_s / predicted.iteration_s - 1 if predicted.iteration_s else 0.0
+    memory = max(
+        result.ranks, key=lambda rank: rank.peak_memory_bytes / max(1, predicted.ranks[rank.rank].peak_memory_bytes)
+    )
+    extra = memory.peak_memory_bytes / max(1, predicted.ranks[memory.rank].peak_memory_bytes) - 1
+    if abs(over) <= NEAR:
+        if extra > NEAR:
+            return f"time as predicted; rank {memory.rank} held {extra:.0%} more memory: leave a larger reserve"
+        return "as predicted, nothing to do"
+    if crowded:
+        return "processes outnumber cores here, so times mean little: run on as many cores or GPUs as ranks"
+    busy = [
+        (own.busy_s / foretold.busy_s - 1, own.rank)
+        for own, foretold in zip(result.ranks, predicted.ranks, strict=True)
+        if foretold.busy_s
+    ]
+    most, rank = max(busy, key=lambda entry: abs(entry[0]), default=(0.0, 0))
+    if abs(most) > NEAR:
+        word = "longer" if most > 0 else "shorter"
+        return (
+            f"rank {rank} computes {abs(most):.0%} {word} than predicted: profile on this machine as it is now "
+            "(pipeplan profile --fresh) and solve again"
+        )
+    if over > 0:
+        return (
+            f"computing takes as long as predicted, but the iteration {over:.0%} longer: links or the optimizer are "
+            "slower than in the plan; measure them again (pipeplan profile --fresh), or name them in a cluster file"
+        )
+    return f"the iteration is {-over:.0%} shorter than predicted: profile again for a tighter plan"

@@ -1,0 +1,129 @@
+"""Runs a plan: checks what can be checked without torch, starts the processes, puts the result together."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from planner.errors import InputError
+from planner.files import json_text, plain
+from planner.plan import Plan, read_plan, schedule_of
+from planner.record import record
+
+if TYPE_CHECKING:
+    from planner.runtime.launch import Listener
+    from planner.runtime.result import Outcome
+
+VERIFY_STEPS = 3
+LEAST_TIMEOUT_S = 60.0
+TIMEOUT_ITERATIONS = 10
+
+
+@record
+class RunOptions:
+    """How a plan is run; the machines meet at ``endpoint`` (HOST:PORT of the first) where there are several."""
+
+    steps: int = 20
+    seed: int = 0
+    verify: bool = False
+    timeout_s: float | None = None
+    nnodes: int = 1
+    node_rank: int = 0
+    endpoint: str | None = None
+
+
+def run_plan(path: Path, options: RunOptions, listener: Listener) -> Outcome | None:
+    """Train as a plan says. None on machines other than the first: the first one tells the result.
+
+    Raises InputError where plan, model file or options are wrong, RunError where a process fails.
+    """
+    plan = read_plan(path)
+    schedule = schedule_of(plan)
+    _check(plan, path, options)
+    model_path = (path.parent / plan.model.source).resolve()
+    if not model_path.is_file():
+        raise InputError(f"{path}: model.source: there is no file {model_path}", hint="correct it in the plan")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from planner.runtime.job import RunJob
+    from planner.runtime.launch import Nodes, launch
+    from planner.runtime.result import outcome_of
+
+    num_local = plan.parallel.gpus // options.nnodes
+    device = _device(num_local)
+    crowded = device == "cpu" and num_local > _num_cores()
+    if crowded:
+        listener.remark(f"{num_local} processes share {_num_cores()} cores: times mean little")
+    host, port = _meeting(options)
+    asked = {"plan": plain(plan), "steps": options.steps, "seed": options.seed, "verify": options.verify}
+    with tempfile.TemporaryDirectory(prefix="pipeplan-run-") as folder:
+        job = RunJob(
+            plan=plan,
+            schedule=schedule,
+            model_path=model_path,
+            steps=options.steps,
+            seed=options.seed,
+            verify_steps=min(VERIFY_STEPS, options.steps) if options.verify else 0,
+            device=device,
+            folder=Path(folder),
+            one_node=options.nnodes == 1,
+            digest=hashlib.sha256(json_text(asked).encode()).hexdigest(),
+        )
+        foretold = plan.predicted.iteration_s if plan.predicted else 0.0
+
+        def timeout_s(longest_s: float | None) -> float:
+            iteration_s = foretold if longest_s is None else longest_s
+            return options.timeout_s or max(LEAST_TIMEOUT_S, TIMEOUT_ITERATIONS * iteration_s)
+
+        nodes = Nodes(count=options.nnodes, rank=options.node_rank, host=host, port=port)
+        told = launch(job, nodes, timeout_s=timeout_s, listener=listener)
+    if not told:
+        return None
+    return outcome_of(plan, told, crowded=crowded)
+
+
+def _check(plan: Plan, path: Path, options: RunOptions) -> None:
+    if plan.parallel.tensor > 1:
+        raise InputError(
+            f"{path}: parallel.tensor is {plan.parallel.tensor}: run does not split layers over ranks",
+            hint="solve again with --tensor 1",
+        )
+    if plan.parallel.gpus % options.nnodes:
+        raise InputError(
+            f"--nnodes {options.nnodes}: the plan's {plan.parallel.gpus} processes do not spread evenly over them",
+            hint="name a number that divides them",
+        )
+    if options.node_rank >= options.nnodes:
+        raise InputError(f"--node-rank {options.node_rank}: there are nodes 0..{options.nnodes - 1}", hint="correct it")
+    if options.nnodes > 1 and options.endpoint is None:
+        raise InputError("--nnodes needs --rdzv-endpoint", hint="name HOST:PORT of node 0, the same on every node")
+
+
+def _meeting(options: RunOptions) -> tuple[str, int]:
+    if options.endpoint is None:
+        return "127.0.0.1", 0
+    host, _, port = options.endpoint.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise InputError(f"--rdzv-endpoint {options.endpoint}: is no HOST:PORT", hint="write e.g. node0:29500")
+    return host, int(port)
+
+
+def _device(num_local: int) -> str:
+    """``cuda`` where this machine has GPUs, else ``cpu``. Raises InputError where it has some, but too few."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "cpu"
+    if torch.cuda.device_count() < num_local:
+        raise InputError(
+            f"the plan has {num_local} processes on this machine, which has {torch.cuda.device_count()} GPUs",
+            hint="solve for as many, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to run on the CPU",
+        )
+    return "cuda"
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

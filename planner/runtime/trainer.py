@@ -1,0 +1,220 @@
+"""Trains with one rank's part of a plan: actions, sums over replicas and tied weights, optimizer step.
+
+The same code trains a plan on many processes, and K = 1, one stage that holds every layer, in one.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from planner.capture import (
+    Batch,
+    Capture,
+    ModelFile,
+    RandomKey,
+    RandomStream,
+    Stage,
+    StageProgram,
+    microbatch,
+)
+from planner.capture.batch import to_device
+from planner.runtime.board import State, Writer
+from planner.runtime.executor import CudaStopwatch, Executor, HostStopwatch, Mark, Span, Stopwatch
+from planner.runtime.memory import LivePeak, state_bytes, total_bytes
+from planner.runtime.messages import RankProgram, Routes, routes
+from planner.runtime.transport import Transport
+from planner.schedules import Action
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """How a step's samples are laid out: G = b · M · D; this process trains replica ``replica`` of D."""
+
+    microbatch_size: int
+    num_microbatches: int
+    data: int = 1
+    replica: int = 0
+
+
+def routes_of(capture: Capture, programs: Sequence[StageProgram], ranks: Sequence[int]) -> Routes:
+    """The routes between the stages of a cut of a captured model."""
+    parameters = dict(capture.module.named_parameters())
+    return routes(
+        [program.sends for program in programs],
+        ranks,
+        parameters=[program.parameters for program in programs],
+        trainable=lambda name: parameters[name].requires_grad,
+    )
+
+
+def initial_weights(model_file: ModelFile, seed: int) -> nn.Module:
+    """The model with the weights that model() gives on the CPU after manual_seed(seed): the same for every plan."""
+    with RandomStream(seed):
+        return model_file.model()
+
+
+class Trainer:
+    """One rank of one replica: its stages, their weights, their optimizer."""
+
+    def __init__(
+        self,
+        *,
+        model_file: ModelFile,
+        module: nn.Module,
+        programs: Sequence[StageProgram],
+        recompute: Sequence[bool],
+        found: Routes,
+        program: RankProgram,
+        shape: Shape,
+        seed: int,
+        device: torch.device,
+        transport: Transport | None,
+        replicas: Any,
+        board: Writer,
+    ) -> None:
+        """``replicas``: the group of this rank's D replicas, None where D = 1."""
+        self.rank = program.rank
+        self._shape = shape
+        self._seed = seed
+        self._device = device
+        self._transport = transport
+        self._replicas = replicas
+        self._board = board
+        self._tied = {name for name, _ in found.ties}
+        self._order = tuple(step.action for step in program.steps)
+        numbers = [stage for stage, rank in enumerate(found.ranks) if rank == program.rank]
+        self.parameters = _on_device(module.named_parameters(), [programs[k].parameters for k in numbers], device)
+        self.buffers = _on_device(module.named_buffers(), [programs[k].buffers for k in numbers], device)
+        self._stages = {k: Stage(programs[k], module, recompute=recompute[k]) for k in numbers}
+        self._optimizer = model_file.optimizer(self.parameters.values()) if self.parameters else None
+        self._stopwatch: Stopwatch = CudaStopwatch() if device.type == "cuda" else HostStopwatch()
+        self._executor = Executor(
+            program,
+            stages=self._stages,
+            transport=transport,
+            stopwatch=self._stopwatch,
+            board=board,
+            loss_scale=1.0 / (shape.num_microbatches * shape.data),
+        )
+        self._has_loss = any(programs[k].has_loss for k in numbers)
+        self._live_bytes = self._steps_done = 0
+        gc.collect()
+        gc.freeze()  # what stands now lasts; a collection in a step then looks at little
+
+    def step(self, step: int, batch: Batch) -> StepRecord:
+        """Train one step on a global batch."""
+        shape, board = self._shape, self._board
+        first = shape.replica * shape.num_microbatches
+        numbers = range(first, first + shape.num_microbatches)
+        batch = to_device(batch, self._device)
+        microbatches = [microbatch(batch, number, size=shape.microbatch_size) for number in numbers]
+        keys = [RandomKey(self._seed, step, number) for number in numbers]
+        if self._steps_done == 0 and self._device.type == "cpu":
+            with LivePeak() as live:
+                losses, spans = self._gradients(microbatches, keys)
+            self._live_bytes = live.peak_bytes
+        else:
+            losses, spans = self._gradients(microbatches, keys)
+        self._steps_done += 1
+        board.at(State.OPTIMIZER)
+        if self._optimizer is not None:
+            self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
+        return StepRecord(spans=spans, end=self._stopwatch.mark(), losses=self._loss_values(losses))
+
+    def _gradients(
+        self, microbatches: Sequence[Batch], keys: Sequence[RandomKey]
+    ) -> tuple[dict[int, Tensor], tuple[Span, ...]]:
+        """All actions, and every parameter's gradient of the whole batch in its ``.grad``."""
+        losses, spans = self._executor.run(microbatches, keys)
+        self._board.at(State.GRADIENTS)
+        totals = self._executor.sum_tied()
+        for stage in self._stages.values():
+            stage.finish_gradients(totals)
+        if self._replicas is not None:
+            self._sum_over_replicas()
+        self._executor.next_step()
+        return losses, spans
+
+    def _sum_over_replicas(self) -> None:
+        """Add up the replicas' gradients, each already scaled by 1/(M · D); in one go per data type.
+
+        Tied ones go alone: a sum's order hangs on the place in the bucket, and every rank's copy must get the same sum.
+        """
+        buckets: dict[object, list[Tensor]] = {}
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None:
+                bucket = name if name in self._tied else parameter.grad.dtype
+                buckets.setdefault(bucket, []).append(parameter.grad)
+        for gradients in buckets.values():
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            self._replicas.allreduce([flat]).wait()
+            for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+                gradient.copy_(part.view(gradient.shape))
+
+    def _loss_values(self, losses: Mapping[int, Tensor]) -> tuple[float, ...]:
+        """The losses of all micro-batches of all replicas, in their order; none where no loss is made on this rank."""
+        if not self._has_loss:
+            return ()
+        row = torch.stack([losses[m].double() for m in sorted(losses)])
+        if self._replicas is None:
+            return tuple(row.tolist())
+        rows = [torch.empty_like(row) for _ in range(self._shape.data)]
+        self._replicas.allgather([rows], [row]).wait()
+        return tuple(torch.cat(rows).tolist())
+
+    @property
+    def order(self) -> tuple[Action, ...]:
+        """The actions of a step."""
+        return self._order
+
+    @property
+    def stopwatch(self) -> Stopwatch:
+        """What the marks of records are made with."""
+        return self._stopwatch
+
+    def peak_memory_bytes(self) -> int:
+        """The most memory this rank held: as the allocator saw it on CUDA, by counting tensors on the CPU.
+
+        Counted: parameters, buffers and optimizer state, and the fullest moment of the first step's other tensors:
+        gradients, what F saved, messages, and what the ops themselves made.
+        """
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        owned = total_bytes([*self.parameters.values(), *self.buffers.values()])
+        return owned + state_bytes(self._optimizer) + self._live_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """What one step left behind. Its ``losses`` are those of all micro-batches of all replicas."""
+
+    spans: tuple[Span, ...]
+    end: Mark
+    losses: tuple[float, ...]
+
+    @property
+    def loss(self) -> float:
+        """The mean over the micro-batches, added up in their order; NaN on a rank that makes no loss."""
+        total = 0.0
+        for value in self.losses:
+            total += value
+        return total / len(self.losses) if self.losses else float("nan")
+
+
+def _on_device(named: Any, wanted: Sequence[Sequence[str]], device: torch.device) -> dict[str, Any]:
+    """Those of a module's parameters or buffers that are wanted, by name in the module's order, on the device."""
+    names = {name for row in wanted for name in row}
+    made = {}
+    for name, value in named:
+        if name in names:
+            if value.device != device:
+                value.data = value.data.to(device)
+            made[name] = value
+    return made

@@ -1,0 +1,39 @@
+"""All parameters of the model on one process, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from planner.runtime.trainer import Trainer
+from planner.runtime.transport import HEADER_NUMBERS, Layout
+
+
+def whole_weights(
+    trainer: Trainer, control: Any, global_rank: int, owners: Mapping[str, int]
+) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter by name, sorted, on the CPU, at process 0; the others only send theirs and give nothing.
+
+    ``owners[name]``: the process that tells it. All processes must go through it to its end.
+    """
+    for name in sorted(owners):
+        owner = owners[name]
+        if owner == global_rank:
+            own = trainer.parameters[name].detach().cpu().contiguous()
+            if global_rank == 0:
+                yield name, own
+            else:
+                control.send([torch.tensor(Layout.of(own).numbers())], 0, 0).wait()
+                if own.numel():
+                    control.send([own.reshape(-1).view(torch.uint8)], 0, 0).wait()
+        elif global_rank == 0:
+            header = torch.empty(HEADER_NUMBERS, dtype=torch.int64)
+            control.recv([header], owner, 0).wait()
+            layout = Layout.from_numbers(header.tolist())
+            flat = torch.empty(layout.num_bytes, dtype=torch.uint8)
+            if layout.num_bytes:
+                control.recv([flat], owner, 0).wait()
+            yield name, flat.view(layout.dtype).view(layout.shape)

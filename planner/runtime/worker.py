@@ -1,0 +1,286 @@
+"""One process of a run: makes its stages and links, trains, and tells how it went."""
+
+from __future__ import annotations
+
+import faulthandler
+import hashlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from multiprocessing import connection, parent_process
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from planner.capture import Batch, Capture, ModelFile, capture, load_model_file
+from planner.errors import InputError
+from planner.runtime.board import Board, State, Writer
+from planner.runtime.failure import Failure, place, raised
+from planner.runtime.figures import RankFigures
+from planner.runtime.job import RunJob
+from planner.runtime.messages import check_routes, rank_programs
+from planner.runtime.reference import Reference, compare, train_whole
+from planner.runtime.trainer import Shape, Trainer, initial_weights, routes_of
+from planner.runtime.transport import Communicators, LostContactError, Transport
+from planner.runtime.weights import whole_weights
+from planner.schedules import Action, Letter
+
+STORE_PREFIX = "pipeplan"
+FAILURE_KEY = "failure"
+GRACE_S = 10.0
+"""How long a rank that lost contact waits for the failed rank's own words."""
+
+
+def main(job: RunJob) -> None:
+    """The whole life of one process; started by the launcher."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of the terminal: the launcher decides
+    os.dup2(2, 1)  # stdout is the launcher's: what the user's code prints goes to stderr
+    _end_with_parent()
+    torch.set_num_threads(1)
+    global_rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    local_size = int(os.environ["LOCAL_WORLD_SIZE"])
+    board = Board(job.folder / "board", num_processes=local_size, num_steps=job.steps)
+    writer = board.writer(local_rank)
+    writer.start(os.getpid())
+    with (job.folder / f"stack{local_rank}").open("w") as stack:
+        faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
+        store: Store = TCPStore(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timedelta(minutes=5)
+        )
+        store = PrefixStore(STORE_PREFIX, store)
+        rank, _ = job.place_of(global_rank)
+        try:
+            _Worker(job, global_rank, local_rank, store, writer).run()
+        except LostContactError as error:
+            time.sleep(GRACE_S)  # the launcher ends this process as soon as the failed one's words are known
+            _tell(store, Failure(message=f"{place(rank, board.read(local_rank), job.schedule[rank])}: {error}"))
+        except BaseException as error:  # noqa: BLE001 - whatever the user's code raises ends the run with its words
+            _tell(store, raised(error, place(rank, board.read(local_rank), job.schedule[rank])))
+        else:
+            return
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _tell(store: Store, failure: Failure) -> None:
+    """Leave the failure for every launcher; the first one stands."""
+    store.compare_set(FAILURE_KEY, "", failure.to_json())
+
+
+def _end_with_parent() -> None:
+    """A launcher that is killed takes its processes along."""
+    parent = parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+class _Worker:
+    """One process of a run."""
+
+    def __init__(self, job: RunJob, global_rank: int, local_rank: int, store: Store, writer: Writer) -> None:
+        self.job = job
+        self.global_rank = global_rank
+        self.rank, self.replica = job.place_of(global_rank)
+        self.store = store
+        self.verified: dict[str, Any] | None = None
+        self.writer = writer
+        self.device = torch.device("cuda", local_rank) if job.device == "cuda" else torch.device("cpu")
+        if job.device == "cuda":
+            torch.cuda.set_device(self.device)
+
+    def run(self) -> None:
+        """Everything."""
+        job = self.job
+        self._check_same_everywhere()
+        model_file = load_model_file(job.model_path)
+        captured = capture(
+            model_file, microbatch_size=job.plan.batch.microbatch, device=str(self.device), seed=job.seed
+        )
+        if captured.fingerprint != job.plan.model.fingerprint:
+            raise InputError(
+                f"{job.model_path}: the model is not the one that the plan was made for "
+                f"(fingerprint {captured.fingerprint[:12]}, the plan's {job.plan.model.fingerprint[:12]})",
+                hint="profile and solve again, or restore the model file",
+            )
+        self.writer.at(State.STARTING)
+        reference = self._train_whole(model_file, captured)
+        trainer = self._trainer(model_file, captured)
+        self._barrier()
+        figures = self._train(trainer, model_file, reference)
+        self.writer.at(State.ENDING)
+        self._report(trainer, figures)
+
+    def _check_same_everywhere(self) -> None:
+        if self.global_rank == 0:
+            self.store.set("digest", self.job.digest)
+        elif self.store.get("digest").decode() != self.job.digest:
+            raise InputError(
+                f"rank {self.global_rank} was started with another plan or other options than rank 0",
+                hint="start the same command with the same plan on every machine",
+            )
+
+    def _trainer(self, model_file: ModelFile, captured: Capture) -> Trainer:
+        job, plan = self.job, self.job.plan
+        programs = self.programs = captured.stages([stage.layers for stage in plan.stages])
+        found = routes_of(captured, programs, job.ranks)
+        check_routes(job.schedule, found, num_microbatches=plan.batch.microbatches)
+        rank_program = rank_programs(job.schedule, found, seconds=self._foretold)
+        pairs = sorted({(sender, program.rank) for program in rank_program for sender in program.inbox})
+        communicators = Communicators(self.store, device=self.device, one_node=job.one_node)
+        self.control = communicators.make("control", self.global_rank, job.num_processes, on_cpu=True)
+        self.writer.at(State.STARTING)
+        mine = rank_program[self.rank]
+        transport = Transport(
+            communicators,
+            prefix=f"replica{self.replica}",
+            rank=self.rank,
+            pairs=pairs,
+            inbox=mine.inbox,
+            windows=mine.windows,
+            device=self.device,
+        )
+        replicas = None
+        if plan.parallel.data > 1:
+            replicas = communicators.make(f"replicas{self.rank}", self.replica, plan.parallel.data)
+        self.transport = transport
+        return Trainer(
+            model_file=model_file,
+            module=initial_weights(model_file, job.seed),
+            programs=programs,
+            recompute=[stage.recompute for stage in plan.stages],
+            found=found,
+            program=mine,
+            shape=Shape(
+                microbatch_size=plan.batch.microbatch,
+                num_microbatches=plan.batch.microbatches,
+                data=plan.parallel.data,
+                replica=self.replica,
+            ),
+            seed=job.seed,
+            device=self.device,
+            transport=transport,
+            replicas=replicas,
+            board=self.writer,
+        )
+
+    def _foretold(self, action: Action) -> float:
+        """An action's planned seconds."""
+        stage = self.job.plan.stages[action.stage]
+        backward = stage.backward_input_s + stage.backward_weight_s
+        match action.letter:
+            case Letter.FORWARD:
+                return stage.forward_s
+            case Letter.BACKWARD:
+                return backward
+            case Letter.BACKWARD_INPUT:
+                return stage.backward_input_s if stage.returns else 0.0
+            case _:
+                return stage.backward_weight_s if stage.returns else backward
+
+    def _barrier(self) -> None:
+        self.control.barrier().wait()
+
+    def _batches(self, model_file: ModelFile) -> Iterator[Batch]:
+        return model_file.data(self.job.plan.batch.global_batch, seed=self.job.seed)
+
+    # --- training -----------------------------------------------------------------------------------------------------
+
+    def _train(self, trainer: Trainer, model_file: ModelFile, reference: Reference | None) -> RankFigures:
+        """All steps; after the first ``verify_steps`` the comparison with one process."""
+        job = self.job
+        batches = self._batches(model_file)
+        figures = RankFigures(trainer)
+        self.transport.begin(job.steps)
+        ended = time.perf_counter()
+        for step in range(job.steps):
+            self.writer.step(step)
+            record = trainer.step(step, next(batches))
+            figures.add(record)
+            now = time.perf_counter()
+            self.writer.done(step, loss=record.loss, seconds=now - ended)
+            ended = now
+            if step + 1 == job.verify_steps:
+                self.writer.at(State.VERIFYING)
+                self._compare(trainer, figures, reference)
+                self._barrier()
+                figures.begin()
+                ended = time.perf_counter()
+        return figures
+
+    def _compare(self, trainer: Trainer, figures: RankFigures, reference: Reference | None) -> None:
+        """Set the weights and losses so far beside those of one process, on rank 0."""
+        losses = torch.tensor(figures.losses, dtype=torch.float64)
+        source = self._loss_rank()
+        if source and self.global_rank == source:
+            self.control.send([losses], 0, 0).wait()
+        if source and self.global_rank == 0:
+            self.control.recv([losses], source, 0).wait()
+        weights = whole_weights(trainer, self.control, self.global_rank, self._owners())
+        if reference is None:
+            for _ in weights:
+                pass
+        else:
+            self.verified = compare(reference, weights, losses.tolist(), exact=self.job.plan.parallel.data == 1)
+
+    def _loss_rank(self) -> int:
+        """The process that makes the loss, of the first replica."""
+        last = next(program for program in self.programs if program.has_loss)
+        sizes = self.job.plan.parallel
+        return self.job.ranks[last.index] * sizes.data * sizes.tensor
+
+    def _owners(self) -> dict[str, int]:
+        """The process that tells each parameter: the first one that has it."""
+        sizes = self.job.plan.parallel
+        owners: dict[str, int] = {}
+        for program in self.programs:
+            owner = self.job.ranks[program.index] * sizes.data * sizes.tensor
+            for name in program.parameters:
+                owners[name] = min(owner, owners.get(name, owner))
+        return owners
+
+    def _report(self, trainer: Trainer, figures: RankFigures) -> None:
+        """Leave this process's part of the result in the store."""
+        digest = hashlib.sha256()
+        for _, weight in whole_weights(trainer, self.control, self.global_rank, self._owners()):
+            digest.update(weight.reshape(-1).view(torch.uint8).numpy().data)
+        told = figures.told() | {
+            "rank": self.rank,
+            "has_loss": self.global_rank == self._loss_rank(),
+            "peak_memory_bytes": trainer.peak_memory_bytes(),
+            "weights_sha256": digest.hexdigest() if self.global_rank == 0 else None,
+            "verify": self.verified,
+        }
+        self.store.set(f"result/{self.global_rank}", json.dumps(told))
+        self.transport.close()
+        self._barrier()
+
+    def _train_whole(self, model_file: ModelFile, captured: Capture) -> Reference | None:
+        """The first steps in this one process, if it is the one to compare."""
+        job = self.job
+        if not job.verify_steps or self.global_rank:
+            return None
+        self.writer.at(State.VERIFYING)
+        return train_whole(
+            model_file,
+            captured,
+            batches=self._batches(model_file),
+            num_steps=job.verify_steps,
+            microbatch_size=job.plan.batch.microbatch,
+            num_microbatches=job.plan.batch.microbatches * job.plan.parallel.data,
+            seed=job.seed,
+            device=self.device,
+            board=self.writer,
+        )
