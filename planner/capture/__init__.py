@@ -1,1 +1,27 @@
 """Model file -> captured graph -> layers -> stages that run: seeds, relayed gradients, split backward (torch)."""
+
+from planner.capture.batch import Batch, microbatch
+from planner.capture.capture import Capture, CapturedEdge, CapturedLayer, CapturedTensor, capture
+from planner.capture.model_file import ModelFile, load_model_file
+from planner.capture.program import Boundary, Leaf, StageProgram
+from planner.capture.seeds import RandomKey, RandomStream
+from planner.capture.stage import Forwarded, Stage
+
+__all__ = [
+    "Batch",
+    "Boundary",
+    "Capture",
+    "CapturedEdge",
+    "CapturedLayer",
+    "CapturedTensor",
+    "Forwarded",
+    "Leaf",
+    "ModelFile",
+    "RandomKey",
+    "RandomStream",
+    "Stage",
+    "StageProgram",
+    "capture",
+    "load_model_file",
+    "microbatch",
+]

@@ -1,0 +1,223 @@
+"""The captured graph with all that is known about it: its layers, and which tensors cross between them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import fx, nn
+
+from planner.capture import layers as cutting
+from planner.capture.batch import Batch, leaves
+from planner.capture.dataflow import Dataflow, Kind, analyse
+from planner.capture.export import Lifted, Role
+from planner.capture.layers import Granularity, Segment
+from planner.capture.trace import Trace, trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Analysis:
+    """The graph with everything known about it; what stage programs are built from."""
+
+    lifted: Lifted
+    trace: Trace
+    flow: Dataflow
+    segments: tuple[Segment, ...]
+    layer_of: dict[fx.Node, int]
+    crossing: dict[
+        fx.Node, dict[int, bool]
+    ]  # a tensor read in other layers -> each such layer, and whether gradient flows
+    names: dict[fx.Node, str]  # of the crossing tensors
+    order_only: frozenset[tuple[int, int]]
+
+
+def settled(
+    lifted: Lifted, module: nn.Module, batch: Batch, granularity: Granularity, whole: tuple[str, ...]
+) -> Analysis:
+    """Analyse, insert the copies that turn out to be needed, and again until none is."""
+    parameters = dict(module.named_parameters())
+    buffers = dict(module.named_buffers())
+    while True:
+        seen = trace(lifted, parameters, buffers, leaves(batch))
+        flow = analyse(lifted, seen)
+        if _copy_changed_inputs(lifted, seen, flow):
+            continue
+        live = [node for node in flow.live if flow.kinds[node] is Kind.ACTIVATION and node.op != "placeholder"]
+        parts = cutting.segments(
+            live,
+            scopes=lifted.scopes,
+            root=module,
+            work=lambda node: seen.facts[node].flops + 10.0 * _numel(seen, node),  # noqa: B023 - used within the round
+            granularity=granularity,
+            whole=whole,
+        )
+        parts = cutting.merged(parts, _inseparable(parts, lifted, seen, flow))
+        layer_of = {node: index for index, part in enumerate(parts) for node in part.nodes}
+        crossing = _crossing(parts, layer_of, seen, flow)
+        if not _copy_gapped(lifted, crossing, layer_of, seen, flow):
+            break
+    return Analysis(
+        lifted=lifted,
+        trace=seen,
+        flow=flow,
+        segments=tuple(parts),
+        layer_of=layer_of,
+        crossing=crossing,
+        names=_names(parts, crossing, layer_of, flow),
+        order_only=_order_only(parts, layer_of, seen, flow),
+    )
+
+
+def _numel(seen: Trace, node: fx.Node) -> int:
+    tensor = seen.facts[node].tensor
+    return 0 if tensor is None else tensor.numel()
+
+
+def needed(analysis: Analysis, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """What ``nodes`` read beside activations, in execution order.
+
+    That is placeholders, and the constant and derived ops to rebuild, with those that change their storages in place.
+    """
+    flow, facts = analysis.flow, analysis.trace.facts
+    found: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        wanted = list(stack.pop().all_input_nodes)
+        while wanted:
+            node = wanted.pop()
+            is_made_elsewhere = flow.kinds[node] is Kind.ACTIVATION and node.op != "placeholder"
+            if node in found or is_made_elsewhere:
+                continue
+            found.add(node)
+            stack.append(node)
+            for storage in facts[node].storages:
+                wanted.extend(flow.writers.get(storage, ()))
+    return sorted(found, key=flow.order.__getitem__)
+
+
+# --- copies that the graph needs before it can be cut -----------------------------------------------------------------
+
+
+def _copy_changed_inputs(lifted: Lifted, seen: Trace, flow: Dataflow) -> bool:
+    """Where the model changes an input or a constant in place, it gets a copy: every stage starts from the same."""
+    changed = [
+        node
+        for node, (role, _) in lifted.roles.items()
+        if role in (Role.INPUT, Role.CONSTANT) and seen.facts[node].storages & flow.writers.keys()
+    ]
+    last = next(node for node in reversed(lifted.graph.nodes) if node.op == "placeholder")
+    for node in changed:
+        _insert_copy(lifted, node, after=last, readers=list(node.users))
+    return bool(changed)
+
+
+def _copy_gapped(
+    lifted: Lifted, crossing: dict[fx.Node, dict[int, bool]], layer_of: dict[fx.Node, int], seen: Trace, flow: Dataflow
+) -> bool:
+    """A tensor between layers fills its memory without gaps, so that what is sent is what one process reads."""
+    gapped = [
+        node for node in crossing if not seen.facts[node].dense and not seen.facts[node].storages & flow.writers.keys()
+    ]
+    for node in gapped:
+        elsewhere = [user for user in node.users if layer_of.get(user, layer_of[node]) != layer_of[node]]
+        _insert_copy(lifted, node, after=node, readers=elsewhere)
+    return bool(gapped)
+
+
+def _insert_copy(lifted: Lifted, node: fx.Node, *, after: fx.Node, readers: list[fx.Node]) -> None:
+    with lifted.graph.inserting_after(after):
+        copy = lifted.graph.call_function(torch.ops.aten.clone.default, (node,))
+    lifted.scopes[copy] = lifted.scopes.get(node, ())
+    for reader in readers:
+        reader.replace_input_with(node, copy)
+
+
+# --- what crosses between layers --------------------------------------------------------------------------------------
+
+
+def _crossing(
+    parts: list[Segment], layer_of: dict[fx.Node, int], seen: Trace, flow: Dataflow
+) -> dict[fx.Node, dict[int, bool]]:
+    """Each tensor read outside its layer, with the layers that read it, and whether a gradient comes back from each."""
+    crossing: dict[fx.Node, dict[int, bool]] = defaultdict(dict)
+    for index, part in enumerate(parts):
+        for node in part.nodes:
+            for used in node.all_input_nodes:
+                if layer_of.get(used, index) != index:
+                    flows = seen.facts[node].flows and seen.facts[used].requires_grad
+                    crossing[used][index] = flows or crossing[used].get(index, False)
+    return dict(sorted(crossing.items(), key=lambda item: flow.order[item[0]]))
+
+
+def _inseparable(parts: list[Segment], lifted: Lifted, seen: Trace, flow: Dataflow) -> list[tuple[int, int]]:
+    """Spans of layers that no cut may part.
+
+    Layers that touch a buffer which one of them changes; a value that is no tensor and its readers; and where a
+    storage is changed through one alias, the definition of an older alias and its later readers.
+    """
+    layer_of = {node: index for index, part in enumerate(parts) for node in part.nodes}
+    spans: list[tuple[int, int]] = []
+    users: dict[int, list[tuple[fx.Node, fx.Node]]] = defaultdict(list)  # storage -> (reader, alias that it reads)
+    for node in layer_of:
+        for used in node.all_input_nodes:
+            if used in layer_of and seen.facts[used].tensor is None:
+                spans.append((layer_of[used], layer_of[node]))
+            for storage in seen.facts[used].storages & flow.writers.keys():
+                users[storage].append((node, used))
+    of_buffers = {
+        storage
+        for node, (role, _) in lifted.roles.items()
+        if role is Role.BUFFER
+        for storage in seen.facts[node].storages
+    }
+    for storage, readers in users.items():
+        touching = [layer_of[reader] for reader, _ in readers]
+        if storage in of_buffers:
+            spans.append((min(touching), max(touching)))
+            continue
+        for writer in flow.writers[storage]:
+            for reader, alias in readers:
+                late = flow.order[alias] < flow.order[writer] < flow.order[reader]
+                if late and not _rebuilt_together(writer, reader, readers, layer_of):
+                    spans.append((min(layer_of[alias] for _, alias in readers if alias in layer_of), layer_of[reader]))
+    return spans
+
+
+def _rebuilt_together(
+    writer: fx.Node, reader: fx.Node, readers: list[tuple[fx.Node, fx.Node]], layer_of: dict[fx.Node, int]
+) -> bool:
+    """Whether writer and reader share a layer that receives one alias alone: its copy then sees the change too."""
+    layer = layer_of[writer]
+    if layer_of[reader] != layer:
+        return False
+    foreign = {alias for user, alias in readers if layer_of[user] == layer and layer_of.get(alias) != layer}
+    return len(foreign) <= 1
+
+
+def _order_only(
+    parts: list[Segment], layer_of: dict[fx.Node, int], seen: Trace, flow: Dataflow
+) -> frozenset[tuple[int, int]]:
+    """Pairs of layers whose order matters: the first reads a storage that the second changes."""
+    pairs = set()
+    for node, layer in layer_of.items():
+        for used in node.all_input_nodes:
+            for storage in seen.facts[used].storages & flow.writers.keys():
+                for writer in flow.writers[storage]:
+                    if flow.order[node] < flow.order[writer] and layer_of.get(writer, layer) != layer:
+                        pairs.add((layer, layer_of[writer]))
+    return frozenset(pairs)
+
+
+def _names(
+    parts: list[Segment], crossing: dict[fx.Node, dict[int, bool]], layer_of: dict[fx.Node, int], flow: Dataflow
+) -> dict[fx.Node, str]:
+    """A layer's tensors that others read: ``blocks.0``, ``blocks.0:1``, ..."""
+    names: dict[fx.Node, str] = {}
+    made: dict[int, int] = defaultdict(int)
+    for node in crossing:
+        layer = layer_of[node]
+        names[node] = parts[layer].name + (f":{made[layer]}" if made[layer] else "")
+        made[layer] += 1
+    return names

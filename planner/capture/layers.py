@@ -1,0 +1,205 @@
+"""Which ops form a layer: by the user's own modules, in execution order.
+
+A layer is a run of consecutive ops. At granularity ``block`` it is the call of a child of the shallowest repeated
+container (``blocks.3``) or of a module that holds no such container (``head``); a layer with too much of the whole
+work is opened in its turn. Ops outside any of these, and modules that hold no parameter, join the layer before.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from torch import fx, nn
+
+from planner.capture.export import Scope, op_of
+from planner.capture.trace import is_getitem
+
+Granularity = Literal["op", "module", "block"]
+
+LARGEST_SHARE: Final = 1 / 8  # of the whole work: a layer above it is opened
+
+
+@dataclass(slots=True, kw_only=True)
+class Segment:
+    """The ops of one layer, in execution order. ``modules``: the modules called in it, outermost first."""
+
+    name: str
+    kind: str
+    modules: list[str]
+    nodes: list[fx.Node] = field(default_factory=list)
+
+
+_Unit = tuple[str, int]  # a module's name, and which of its calls
+
+
+class _Calls:
+    """The calls of modules that the graph shows."""
+
+    def __init__(self, nodes: Iterable[fx.Node], scopes: dict[fx.Node, tuple[Scope, ...]], root: nn.Module) -> None:
+        self._modules = dict(root.named_modules())
+        self.chains = {node: tuple(scope for scope in scopes.get(node, ()) if scope.module) for node in nodes}
+        self.kinds = {scope.module: scope.kind for chain in self.chains.values() for scope in chain}
+        self.children: dict[str, set[str]] = defaultdict(set)
+        for chain in self.chains.values():
+            for outer, inner in zip(("", *(scope.module for scope in chain)), chain, strict=False):
+                if inner.module != outer:
+                    self.children[outer].add(inner.module)
+        called = Counter(_parent(module) for module in self.kinds)
+        self._repeated = {
+            name
+            for name, count in called.items()
+            if count > 1 and isinstance(self._modules.get(name), (nn.ModuleList, nn.Sequential, nn.ModuleDict))
+        }
+
+    def in_repeated(self, module: str) -> bool:
+        """Whether the module is a child of a container that has several children called."""
+        return _parent(module) in self._repeated
+
+    def holds_repeated(self, module: str) -> bool:
+        """Whether such a container lies in what the module calls."""
+        return any(self.in_repeated(child) or self.holds_repeated(child) for child in self.children[module])
+
+    def stateless(self, module: str) -> bool:
+        """Whether the module has neither parameters nor buffers."""
+        held = self._modules.get(module)
+        return held is not None and not any(True for _ in held.parameters()) and not any(True for _ in held.buffers())
+
+
+def _parent(module: str) -> str:
+    return module.rpartition(".")[0]
+
+
+def segments(
+    nodes: list[fx.Node],
+    *,
+    scopes: dict[fx.Node, tuple[Scope, ...]],
+    root: nn.Module,
+    work: Callable[[fx.Node], float],
+    granularity: Granularity,
+    whole: tuple[str, ...] = (),
+) -> list[Segment]:
+    """Cut ``nodes`` (the activation ops, in order) into layers; modules named in ``whole`` are never opened."""
+    calls = _Calls(nodes, scopes, root)
+    if granularity == "op":
+        return _named(_op_segments(nodes, calls))
+    opened = _opened(calls, granularity, whole)
+    if granularity == "block":
+        _open_what_is_too_large(opened, calls, work, whole)
+    return _named(_module_segments(nodes, calls, opened, keep_stateless=granularity == "module"))
+
+
+def _opened(calls: _Calls, granularity: Granularity, whole: tuple[str, ...]) -> set[str]:
+    opened = {""}
+    if granularity == "module":
+        opened |= {module for module, children in calls.children.items() if children}
+    else:
+        stack = [""]
+        while stack:
+            for child in calls.children[stack.pop()]:
+                if child not in opened and not calls.in_repeated(child) and calls.holds_repeated(child):
+                    opened.add(child)
+                    stack.append(child)
+    for name in whole:  # what lies around it is opened, so that it is a layer of its own
+        while (name := _parent(name)) in calls.kinds:
+            opened.add(name)
+    return opened - set(whole)
+
+
+def _unit(chain: tuple[Scope, ...], opened: set[str]) -> _Unit | None:
+    """The outermost call that is not opened."""
+    for scope in chain:
+        if scope.module not in opened:
+            return scope.module, scope.call
+    return None
+
+
+def _open_what_is_too_large(
+    opened: set[str], calls: _Calls, work: Callable[[fx.Node], float], whole: tuple[str, ...]
+) -> None:
+    costs = {node: work(node) for node in calls.chains}
+    limit = LARGEST_SHARE * sum(costs.values())
+    while True:
+        loads: Counter[str] = Counter()
+        for node, chain in calls.chains.items():
+            unit = _unit(chain, opened)
+            if unit is not None:
+                loads[unit[0]] += costs[node]  # type: ignore[assignment]
+        large = {
+            module for module, load in loads.items() if load > limit and calls.children[module] and module not in whole
+        }
+        if not large:
+            return
+        opened |= large
+
+
+def _module_segments(nodes: list[fx.Node], calls: _Calls, opened: set[str], *, keep_stateless: bool) -> list[Segment]:
+    made: list[Segment] = []
+    current: _Unit | None = None
+    leading: list[fx.Node] = []  # ops before any module: they join the first one
+    for node in nodes:
+        unit = _unit(calls.chains[node], opened)
+        if is_getitem(node) and made:
+            unit = None  # an output of an op stays with it
+        joins = unit is None or unit == current or (bool(made) and not keep_stateless and calls.stateless(unit[0]))
+        if unit is None and not made:
+            leading.append(node)
+            continue
+        if joins and made:
+            if unit is not None and unit[0] not in made[-1].modules:
+                made[-1].modules.append(unit[0])
+        else:
+            assert unit is not None
+            made.append(Segment(name=unit[0], kind=calls.kinds[unit[0]], modules=[unit[0]], nodes=leading))
+            leading, current = [], unit
+        made[-1].nodes.append(node)
+    if leading:
+        made.append(Segment(name="model", kind="model", modules=[""], nodes=leading))
+    return made
+
+
+def _op_segments(nodes: list[fx.Node], calls: _Calls) -> list[Segment]:
+    made: list[Segment] = []
+    for node in nodes:
+        chain = calls.chains[node]
+        module = chain[-1].module if chain else ""
+        op = op_of(node)
+        word = op._schema.name.rpartition("::")[2] if hasattr(op, "_schema") else getattr(op, "__name__", "op")
+        free = is_getitem(node) or (hasattr(op, "_schema") and any(r.alias_info for r in op._schema.returns))
+        if not (free and made):
+            name = f"{module}.{word}" if module else word
+            made.append(Segment(name=name, kind=word, modules=[module]))
+        elif module not in made[-1].modules:
+            made[-1].modules.append(module)
+        made[-1].nodes.append(node)
+    return made
+
+
+def _named(made: list[Segment]) -> list[Segment]:
+    """Tell layers of one name apart: ``blocks``, ``blocks@1``, ..."""
+    seen: Counter[str] = Counter()
+    for segment in made:
+        count = seen[segment.name]
+        seen[segment.name] += 1
+        if count:
+            segment.name = f"{segment.name}@{count}"
+    return made
+
+
+def merged(parts: list[Segment], spans: Iterable[tuple[int, int]]) -> list[Segment]:
+    """Segments with those of each span (first to last, both in) made one, under the first one's name."""
+    last_of = list(range(len(parts)))
+    for first, last in spans:
+        last_of[first] = max(last_of[first], last)
+    made: list[Segment] = []
+    end = -1
+    for index, part in enumerate(parts):
+        if index <= end:
+            made[-1].nodes.extend(part.nodes)
+            made[-1].modules.extend(module for module in part.modules if module not in made[-1].modules)
+        else:
+            made.append(Segment(name=part.name, kind=part.kind, modules=list(part.modules), nodes=list(part.nodes)))
+        end = max(end, last_of[index])
+    return made

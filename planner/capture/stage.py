@@ -1,0 +1,302 @@
+"""A stage that runs: forward, backward whole (B) or split (I, W), gradients per layer, keyed by micro-batch.
+
+What makes it equal to one process, to the bit: gradients of skips are relayed from the last reader to the first, each
+adding its own as autograd would; a received gradient is taken where it arrives, before any accumulation; every layer
+has its own leaf of a tied parameter, and those are added once a step in descending order of layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from planner.capture.batch import Batch, leaves
+from planner.capture.program import Boundary, StageProgram
+from planner.capture.seeds import RandomKey
+from planner.capture.split import WeightQueue
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forwarded:
+    """What a forward hands on: detached tensors by name, and the loss (detached) where the stage has it."""
+
+    sent: dict[str, Tensor]
+    loss: Tensor | None
+
+
+class _Receive(torch.autograd.Function):
+    """A received tensor's place in the autograd graph: its gradient is put into a box, with the layout it came in."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, box: dict[str, Tensor], name: str) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.box, ctx.name = box, name
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        if gradient is not None:
+            ctx.box[ctx.name] = gradient
+        return None, None, None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Pending:
+    """One micro-batch between its forward and its last backward action."""
+
+    edges: dict[str, GradientEdge] = field(default_factory=dict)  # of tensors sent or relayed
+    loss: GradientEdge | None = None
+    box: dict[str, Tensor] = field(default_factory=dict)
+    queue: WeightQueue | None = None
+    again: Callable[[], _Pending] | None = None  # a recomputing stage's forward
+    late: tuple[dict[str, Tensor], float] | None = None  # a backward left whole to W
+
+
+class Stage:
+    """A stage program bound to the weights of a module, which it trains in place.
+
+    Args:
+        program: the stage.
+        module: holds the parameters and buffers under the names of the program.
+        recompute: keep only what was received, and run the forward again for the backward.
+        defer: whether W does the whole backward; by default where no gradient is handed on, so that there is no I.
+    """
+
+    def __init__(
+        self, program: StageProgram, module: nn.Module, *, recompute: bool = False, defer: bool | None = None
+    ) -> None:
+        self.program = program
+        self.recompute = recompute
+        self._defer = not program.returns if defer is None else defer
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        buffers = dict(module.named_buffers(remove_duplicate=False))
+        self._parameters = {name: parameters[name] for name in program.parameters}
+        self._leaves = [_leaf_of(parameters[leaf.parameter]) for leaf in program.leaves]
+        self._buffers = [buffers[name] for name in program.buffers]
+        self._changed = [name in program.changed_buffers for name in program.buffers]
+        self._token = torch.zeros((), requires_grad=True)
+        self._pending: dict[int, _Pending] = {}
+        self._detached: list[Tensor] = []
+
+    # --- actions ------------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        microbatch: int,
+        inputs: Any,
+        target: Any,
+        received: Mapping[str, Tensor],
+        key: RandomKey,
+        *,
+        split: bool = False,
+    ) -> Forwarded:
+        """F of one micro-batch. ``split``: its backward will be I and W (``backward_input``), not B.
+
+        ``inputs`` and ``target`` are those of this micro-batch; ``received`` holds a tensor for each of
+        ``program.receives``, and is kept (not copied) until the backward needs it no more.
+        """
+        assert microbatch not in self._pending, f"micro-batch {microbatch} is under way in stage {self.program.index}"
+        split = split and not self._defer
+        flat = leaves(Batch(inputs, target)) if self.program.inputs else ()
+        given = [flat[number] for number in self.program.inputs]
+        tensors = [received[boundary.name] for boundary in self.program.receives]
+        if not self.recompute:
+            self._pending[microbatch], outputs = self._run(self._buffers, given, tensors, key, split)
+            return self._forwarded(outputs)
+        before = [b.clone() if changed else b for b, changed in zip(self._buffers, self._changed, strict=True)]
+
+        def again() -> _Pending:
+            return self._run(before, given, tensors, key, split)[0]
+
+        self._pending[microbatch] = _Pending(again=again)
+        with torch.no_grad():
+            outputs = self._call(self._leaves, self._buffers, given, tensors, key, None)
+        return self._forwarded(outputs)
+
+    def backward(self, microbatch: int, gradients: Mapping[str, Tensor], loss_scale: float) -> dict[str, Tensor]:
+        """B of one micro-batch: gradients accumulate on the leaves; returns those to hand on.
+
+        ``gradients``: for each of ``program.roots`` and ``program.relays`` what came from the next reader. Returned:
+        for each of ``program.returns`` the gradient for the reader before this stage, or for the producer.
+        ``loss_scale``: the gradient of the loss itself, 1 / (number of micro-batches in the step).
+        """
+        pending = self._back(microbatch, gradients, loss_scale)
+        if pending.queue is not None:
+            self._work_off(pending.queue)
+        return self._handed_on(pending)
+
+    def backward_input(self, microbatch: int, gradients: Mapping[str, Tensor], loss_scale: float) -> dict[str, Tensor]:
+        """I of one micro-batch: as ``backward``, but the weight gradients of the split ops wait for W.
+
+        Where no gradient is handed on it only takes what W needs. ``gradients`` may be held until W.
+        """
+        if self._defer:
+            self._pending[microbatch].late = (dict(gradients), loss_scale)
+            return {}
+        pending = self._back(microbatch, gradients, loss_scale)
+        assert pending.queue is not None, f"the forward of micro-batch {microbatch} was not told that I follows"
+        self._pending[microbatch] = _Pending(queue=pending.queue)
+        return self._handed_on(pending)
+
+    def backward_weight(self, microbatch: int) -> None:
+        """W of one micro-batch: what I left."""
+        late = self._pending[microbatch].late
+        if late is not None:
+            self.backward(microbatch, *late)
+            return
+        queue = self._pending.pop(microbatch).queue
+        assert queue is not None, f"micro-batch {microbatch} had no I"
+        self._work_off(queue)
+
+    def waiting_for_weight(self, microbatch: int) -> list[Tensor]:
+        """The tensors held between I and W."""
+        queue = self._pending[microbatch].queue
+        return [] if queue is None else queue.tensors()
+
+    # --- at the end of a step -----------------------------------------------------------------------------------------
+
+    def tied_gradient(self, name: str, partial: Tensor | None) -> Tensor | None:
+        """This stage's gradients of a parameter added, last layer first, onto what came from the stages after it."""
+        total = partial
+        for leaf, tensor in zip(reversed(self.program.leaves), reversed(self._leaves), strict=True):
+            if leaf.parameter == name and tensor.grad is not None:
+                total = tensor.grad if total is None else total + tensor.grad
+        return total
+
+    def finish_gradients(self, tied_totals: Mapping[str, Tensor | None] | None = None) -> None:
+        """Set ``.grad`` of the parameters for the optimizer, and clear the leaves.
+
+        ``tied_totals``: the whole sums of parameters that other stages use too.
+        """
+        totals = tied_totals or {}
+        for name, parameter in self._parameters.items():
+            parameter.grad = totals[name] if name in totals else self.tied_gradient(name, None)
+        for leaf in self._leaves:
+            leaf.grad = None
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _call(
+        self,
+        weights: list[Tensor],
+        buffers: list[Tensor],
+        given: list[Any],
+        tensors: list[Tensor],
+        key: RandomKey,
+        queue: WeightQueue | None,
+    ) -> tuple[Tensor, ...]:
+        arguments = (*weights, *buffers, *self.program.constants, *given, *tensors, key)
+        if queue is None:
+            return self.program.run(*arguments)
+        return self.program.run_split(*arguments, self._token, queue)
+
+    def _run(
+        self, buffers: list[Tensor], given: list[Any], tensors: list[Tensor], key: RandomKey, split: bool
+    ) -> tuple[_Pending, tuple[Tensor, ...]]:
+        """The forward with its autograd graph."""
+        program = self.program
+        pending = _Pending(queue=WeightQueue() if split else None)
+        split = split and bool(program.split)
+        aliases = []
+        with torch.enable_grad():
+            for boundary, tensor in zip(program.receives, tensors, strict=True):
+                if program.index in boundary.grad_readers:
+                    tensor = _Receive.apply(tensor.detach().requires_grad_(), pending.box, boundary.name)  # type: ignore[no-untyped-call]
+                    if boundary.grad_readers[-1] > program.index:
+                        pending.edges[boundary.name] = get_gradient_edge(tensor)
+                aliases.append(tensor)
+            weights = self._split_weights() if split else self._leaves
+            outputs = self._call(weights, buffers, given, aliases, key, pending.queue if split else None)
+        for boundary, tensor in zip(program.sends, outputs, strict=False):
+            if boundary.grad:
+                pending.edges[boundary.name] = get_gradient_edge(tensor)
+        if program.has_loss:
+            pending.loss = get_gradient_edge(outputs[-1])
+        return pending, outputs
+
+    def _split_weights(self) -> list[Tensor]:
+        if not self._detached:
+            late = self.program.split_leaves
+            self._detached = [leaf.detach() if n in late else leaf for n, leaf in enumerate(self._leaves)]
+        return self._detached
+
+    def _forwarded(self, outputs: tuple[Tensor, ...]) -> Forwarded:
+        sends = self.program.sends
+        sent = {boundary.name: tensor.detach() for boundary, tensor in zip(sends, outputs, strict=False)}
+        return Forwarded(sent=sent, loss=outputs[-1].detach() if self.program.has_loss else None)
+
+    def _back(self, microbatch: int, gradients: Mapping[str, Tensor], loss_scale: float) -> _Pending:
+        pending = self._pending.pop(microbatch)
+        if pending.again is not None:
+            pending = pending.again()
+        roots = [edge for name, edge in pending.edges.items() if name in gradients]
+        given: list[Tensor | None] = [gradients[name] for name in pending.edges if name in gradients]
+        if pending.loss is not None:
+            roots.append(pending.loss)
+            given.append(torch.tensor(loss_scale, dtype=self._loss_dtype, device=self.program.device))
+        pending.edges.clear()
+        pending.loss = None
+        if roots:
+            torch.autograd.backward(roots, given)
+        return pending
+
+    @property
+    def _loss_dtype(self) -> torch.dtype:
+        assert self.program.loss_dtype is not None
+        return self.program.loss_dtype
+
+    def _handed_on(self, pending: _Pending) -> dict[str, Tensor]:
+        """What arrived at the received tensors; zeros where nothing did."""
+        found = {}
+        for boundary in self.program.receives:
+            if self.program.index in boundary.grad_readers:
+                gradient = pending.box.get(boundary.name)
+                found[boundary.name] = self._zeros(boundary) if gradient is None else gradient
+        return found
+
+    def _zeros(self, boundary: Boundary) -> Tensor:
+        made = torch.empty_strided(boundary.shape, boundary.stride, dtype=boundary.dtype, device=self.program.device)
+        return made.zero_()
+
+    def _work_off(self, queue: WeightQueue) -> None:
+        """Add the queued gradients to their leaves, freeing each entry as it is done.
+
+        A leaf that several ops of its layer read gets their sum at once, as autograd adds them: the last op first.
+        """
+        items = queue.items[::-1]
+        queue.items = []
+        left: dict[int, int] = {}
+        for numbers, _, _ in items:
+            for number in numbers:
+                left[number] = left.get(number, 0) + 1
+        sums: dict[int, Tensor] = {}
+        with torch.no_grad():
+            while items:
+                numbers, function, arguments = items.pop()
+                for number, gradient in zip(numbers, function(*arguments), strict=True):
+                    left[number] -= 1
+                    if gradient is not None:
+                        sums[number] = gradient if number not in sums else sums[number] + gradient
+                    if left[number] == 0 and number in sums:
+                        _accumulate(self._leaves[number], sums.pop(number))
+                del arguments
+
+
+def _leaf_of(parameter: Tensor) -> Tensor:
+    """A leaf that shares the parameter's memory, and collects gradients of its own."""
+    return parameter.detach().requires_grad_(parameter.requires_grad)
+
+
+def _accumulate(leaf: Tensor, gradient: Tensor) -> None:
+    """As autograd does it: the first gradient in the layout of the leaf, the others added in place."""
+    if leaf.grad is not None:
+        leaf.grad.add_(gradient)
+    elif gradient.stride() == leaf.stride():
+        leaf.grad = gradient
+    else:
+        leaf.grad = torch.empty_like(leaf, memory_format=torch.preserve_format).copy_(gradient)
