@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import pairwise
 from pathlib import Path
 
 from hypothesis import strategies as st
@@ -118,7 +119,6 @@ def plans(draw: st.DrawFn, profile: Profile) -> Plan:
     ranks, virtual = draw(st.sampled_from(shapes))
     one = [ScheduleName.GPIPE, ScheduleName.ONE_F_ONE_B, ScheduleName.ZB_H1]
     name = draw(st.sampled_from(one if virtual == 1 else [ScheduleName.INTERLEAVED, ScheduleName.ZB_V]))
-    placement = Placement.V if name is ScheduleName.ZB_V else Placement.LOOP
     cuts = sorted(draw(st.permutations(range(1, len(names))))[: ranks * virtual - 1])
     cut = [names[start:end] for start, end in zip([0, *cuts], [*cuts, len(names)], strict=True)]
     size, microbatches, data = draw(st.sampled_from(MICROBATCH_SIZES)), draw(st.integers(1, 4)), draw(st.integers(1, 2))
@@ -126,8 +126,37 @@ def plans(draw: st.DrawFn, profile: Profile) -> Plan:
     cluster = resolve(
         draw(st.sampled_from([None, Cluster(gpus_per_node=2, links=ClusterLinks(inter_node=link))])), profile
     )
+    return fresh_plan(
+        profile,
+        cut,
+        name=name,
+        ranks=ranks,
+        size=size,
+        microbatches=microbatches,
+        data=data,
+        cluster=cluster,
+        recompute=[draw(st.booleans()) for _ in cut],
+    )
+
+
+def fresh_plan(
+    profile: Profile,
+    cut: list[list[str]],
+    *,
+    name: ScheduleName = ScheduleName.ONE_F_ONE_B,
+    ranks: int,
+    size: int = 1,
+    microbatches: int = 4,
+    data: int = 1,
+    cluster: Cluster | None = None,
+    recompute: list[bool] | None = None,
+) -> Plan:
+    """A plan with all that follows from the profile. Its profile path is ``profile.json``."""
+    placement = Placement.V if name is ScheduleName.ZB_V else Placement.LOOP
+    virtual = len(cut) // ranks
+    cluster = cluster or resolve(None, profile)
     plan = Plan(
-        model=PlannedModel(name="random", source="random.py", fingerprint=profile.model.fingerprint),
+        model=PlannedModel(name=profile.model.name, source="model.py", fingerprint=profile.model.fingerprint),
         profile=PlannedProfile(
             path="profile.json", sha256="0" * 64, provenance=profile.provenance, device=profile.device.name
         ),
@@ -139,7 +168,7 @@ def plans(draw: st.DrawFn, profile: Profile) -> Plan:
             LayerGraph.of(profile),
             cut,
             ranks=ranks_of(ranks, virtual, placement),
-            recompute=[draw(st.booleans()) for _ in cut],
+            recompute=recompute,
             microbatch_size=size,
             cluster=cluster,
         ),
@@ -148,6 +177,49 @@ def plans(draw: st.DrawFn, profile: Profile) -> Plan:
         simulate(job_of(plan, profile), schedule_of(plan)), global_batch=plan.batch.global_batch, bound_s=None
     )
     return dataclasses.replace(plan, predicted=predicted)
+
+
+def chain_profile(num_layers: int) -> Profile:
+    """Layers in a row, each a little costlier than the one before, at micro-batch sizes 1 and 2."""
+    layers = tuple(
+        Layer(
+            name=f"block.{index}",
+            kind="block",
+            modules=(f"block.{index}",),
+            parameter_bytes=4000,
+            trainable_bytes=4000,
+            buffer_bytes=16,
+            costs=tuple(
+                Cost(
+                    microbatch_size=size,
+                    forward_s=(0.01 + index / 1000) * size,
+                    backward_input_s=(0.01 + index / 1000) * size,
+                    backward_weight_s=0.01 * size,
+                    saved_bytes=2000 * size,
+                    saved_for_weight_bytes=1000 * size,
+                    workspace_bytes=500,
+                )
+                for size in MICROBATCH_SIZES
+            ),
+        )
+        for index in range(num_layers)
+    )
+    edges = []
+    for before, after in pairwise(layers):
+        tensor = EdgeTensor(name="x", bytes_per_sample=1000.0, fixed_bytes=0, grad=True, saved=True)
+        edges.append(Edge(source=before.name, target=after.name, tensors=(tensor,)))
+    return Profile(
+        model=ProfiledModel(name="chain", source="model.py", fingerprint="c" * 64),
+        device=Device(kind="cpu", name="a cpu", memory_bytes=1 << 40, software={}),
+        provenance="measured",
+        dtype="float32",
+        global_batch=8,
+        gradient_bytes_per_trainable_byte=1.0,
+        optimizer=OptimizerCost(name="adamw", state_bytes_per_trainable_byte=2.0, step_s_per_trainable_byte=1e-10),
+        links=ProfiledLinks(latency_s=1e-5, bandwidth_bytes_per_s=1e9, overlap=True),
+        layers=layers,
+        edges=tuple(edges),
+    )
 
 
 def save(plan: Plan, profile: Profile, folder: Path, *, bound_s: float | None = None) -> Path:

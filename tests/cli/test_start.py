@@ -1,0 +1,107 @@
+"""Starting: no torch where none is needed, help that fits a terminal, streams that close."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from support.command import pipeplan
+
+from planner.cli.main import app
+from planner.files import schema_of
+from planner.profile import Profile
+
+HEAVY = ("torch", "networkx", "pulp", "highspy", "numpy", "pydantic", "yaml")
+COMMANDS = sorted(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+
+
+def _child(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "planner", *words],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        timeout=120,
+        check=False,
+    )
+
+
+def _imported(*words: str) -> set[str]:
+    """The packages that a command has imported at its end."""
+    code = (
+        "import sys\nfrom planner.cli.main import main\ntry:\n    main(sys.argv[1:])\n"
+        "except SystemExit:\n    print(*{name.partition('.')[0] for name in sys.modules}, file=sys.stderr)\n"
+    )
+    made = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=120, check=True)
+    return set(made.stderr.split())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_imports_nothing_heavy(command: str) -> None:
+    loaded = _imported(command, "--help")
+    assert not loaded & {"torch", "networkx", "pulp", "highspy", "numpy"}, command
+
+
+def test_the_first_help_imports_nothing_heavy() -> None:
+    assert not _imported("--help") & {"torch", "networkx", "pulp", "highspy", "numpy", "yaml"}
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_fits_eighty_columns_without_colour(command: str) -> None:
+    answer = _child(*filter(None, [command]), "--help", COLUMNS="80", NO_COLOR="1", TERM="xterm-256color")
+    assert answer.returncode == 0
+    assert answer.stderr == ""
+    assert "\x1b" not in answer.stdout
+    lines = answer.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "…" not in answer.stdout, "nothing is cut off"
+    listed = [line.strip("│ ") for line in lines if line.startswith("│")]
+    assert all(listed), "every option has its words"
+
+
+def test_every_command_says_what_it_does() -> None:
+    for command in typer.main.get_command(app).commands.values():  # type: ignore[attr-defined]
+        assert command.help, command.name
+        for parameter in command.params:
+            assert getattr(parameter, "help", None) or parameter.name == "help", (command.name, parameter.name)
+
+
+def test_a_schema_is_one_json_document() -> None:
+    answer = pipeplan("schema", "profile")
+    assert json.loads(answer.out) == schema_of(Profile)
+    assert answer.err == ""
+    for name in ("plan", "cluster"):
+        assert json.loads(pipeplan("schema", name).out)["type"] == "object"
+
+
+def test_a_full_disk_is_one_line() -> None:
+    with Path("/dev/full").open("w") as full:
+        answer = subprocess.run(
+            [sys.executable, "-m", "planner", "schema", "plan"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert answer.returncode == 2
+    assert answer.stderr.startswith("pipeplan: ")
+    assert answer.stderr.count("\n") == 1
+
+
+def test_a_closed_pipe_is_quiet() -> None:
+    made = subprocess.run(
+        f"{sys.executable} -m planner schema plan | head -1", shell=True, capture_output=True, text=True, check=False
+    )
+    assert made.stderr == ""
+
+
+def test_debug_shows_the_traceback() -> None:
+    answer = pipeplan("--debug", "check", "/none.yaml")
+    assert answer.code == 2
+    assert "Traceback" in answer.err
+    assert answer.err.splitlines()[-1].startswith("pipeplan: /none.yaml: there is no such file")
