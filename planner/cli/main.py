@@ -85,13 +85,16 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _typer_group() -> typer.core.TyperGroup:
-    command = typer.main.get_command(app)
-    assert isinstance(command, typer.core.TyperGroup)
-    for one in command.commands.values():
-        for parameter in one.params:
+    """The commands, with arguments and values named as people write them: PLAN, and nothing for a flag."""
+    group = typer.main.get_command(app)
+    assert isinstance(group, typer.core.TyperGroup)
+    for command in (group, *group.commands.values()):
+        for parameter in command.params:
             if parameter.param_type_name == "argument" and parameter.name:
-                parameter.metavar = parameter.name.upper()
-    return command
+                parameter.metavar = parameter.metavar or parameter.name.upper()
+            elif getattr(parameter, "is_flag", False):
+                parameter.metavar = ""
+    return group
 
 
 def _usage_fault(error: TyperException) -> str:
