@@ -317,6 +317,29 @@ def write_atomically(path: Path, text: str) -> None:
         raise
 
 
+def check_writable(path: Path) -> None:
+    """Raises InputError where a file surely cannot be written: to be known before long work, not after."""
+    folder = path.parent
+    while not folder.exists():
+        folder = folder.parent
+    if path.is_dir():
+        raise InputError(f"{path}: is a folder", hint="name a file in it")
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        fault = "is not writable" if folder.is_dir() else "is no folder"
+        raise InputError(f"{path}: cannot be written ({folder} {fault})", hint="check the path and its rights")
+
+
+def check_replaceable(path: Path, format_name: str) -> None:
+    """Raises InputError where a file that is not of this format (e.g. ``pipeplan-plan``) would be overwritten."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(4096)
+    except OSError:
+        return  # there is none, or writing says what is wrong
+    if start and f"{format_name}/".encode() not in start:
+        raise InputError(f"{path}: is there and is no {format_name} file", hint="name another file with -o")
+
+
 def schema_of(kind: type[Any]) -> dict[str, Any]:
     """The JSON Schema of a file format."""
     return _adapter(kind).json_schema()

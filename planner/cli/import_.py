@@ -8,7 +8,6 @@ from pathlib import Path
 import typer
 
 from planner.cli.console import err, out
-from planner.errors import InputError
 
 
 class Source(StrEnum):
@@ -48,6 +47,7 @@ def _import_profile(file: Path, source: Source, microbatch_size: int | None, out
     from planner.exchange.dnn_partitioning import import_dnn_partitioning
     from planner.exchange.pipedream import import_pipedream
     from planner.exchange.piper import import_piper
+    from planner.files import check_replaceable
     from planner.profile import write_profile
 
     readers = {
@@ -57,8 +57,7 @@ def _import_profile(file: Path, source: Source, microbatch_size: int | None, out
     }
     goal = output or Path("profiles") / f"{file.name.partition('.')[0] or 'imported'}.json"
     profile, remarks = readers[source](file, microbatch_size=microbatch_size)
-    if goal.exists() and goal.samefile(file):
-        raise InputError(f"{goal}: is the file that is read", hint="name another with -o")
+    check_replaceable(goal, "pipeplan-profile")
     write_profile(profile, goal)
     for remark in remarks:
         err.print(f"remark: {remark}", markup=False, soft_wrap=True)

@@ -96,7 +96,18 @@ def test_an_output_that_cannot_be_written(tmp_path: Path) -> None:
     words = ["import", source, "--from", "pipedream", "--microbatch-size", "1"]
     for path in _unwritable(tmp_path):
         assert f"{path}: cannot be written" in refused(pipeplan(*words, "-o", path))
-    assert "is the file that is read" in refused(pipeplan(*words, "-o", source))
+
+
+def test_a_file_of_another_kind_is_not_overwritten(tmp_path: Path) -> None:
+    source, goal = tmp_path / "graph.txt", tmp_path / "profile.json"
+    source.write_text(
+        "node1 -- A -- forward_compute_time=1.0, backward_compute_time=2.0, activation_size=1.0, parameter_size=8.0\n"
+    )
+    words = ["import", source, "--from", "pipedream", "--microbatch-size", "1", "-o"]
+    before = source.read_bytes()
+    assert "is there and is no pipeplan-profile file" in refused(pipeplan(*words, source))
+    assert source.read_bytes() == before
+    assert pipeplan(*words, goal).code == pipeplan(*words, goal).code == 0
 
 
 @pytest.mark.parametrize(
