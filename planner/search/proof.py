@@ -37,14 +37,17 @@ def prove(
     below_s: float = math.inf,
     most_nodes: int | None = None,
     relaxed: bool = False,
+    without: Sequence[Sequence[int]] = (),
 ) -> Solved:
     """The least time that the rows allow over every cut into P·v stages: the solver's bound, and its cut (seconds).
 
     ``below_s``: a time that is known to be reached; where no cut is under it, the bound is that time. ``windows``:
-    first and last stage of each layer in any such cut. ``relaxed``: the LP.
+    first and last stage of each layer in any such cut. ``relaxed``: the LP. ``without``: cuts that are left out.
     """
     scale = below_s if math.isfinite(below_s) and below_s > 0 else shape.num_microbatches * float(layers.load_s.sum())
     rows = _Rows(layers, shape, virtual, placement, scale or 1.0, windows, relaxed)
+    for stage_of in without:
+        rows.model.exclude(stage_of)
     solved = rows.model.solve(below=below_s / rows.scale, most_nodes=most_nodes, gap=1e-7)
     return Solved(
         bound=solved.bound * rows.scale,

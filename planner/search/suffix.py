@@ -259,10 +259,45 @@ class SuffixBound:
             own = np.where(self.figures.comes_back[end], np.maximum(own, once_s + (microbatches - 1) * busiest_s), own)
         return own
 
+    def windows(self, below_s: float) -> list[tuple[int, int]] | None:
+        """First and last stage of every layer over the cuts with a bound under ``below_s``; None: there is no such cut.
+
+        An ideal may lie after stage k only if it is reached in time and what is left fits behind it.
+        """
+        self._reach(below_s)
+        ranks, lattice = self.shape.num_ranks, self.figures.lattice
+        head = np.full(len(lattice), np.inf)
+        head[0] = 0.0
+        first = np.full(len(self.figures.graph), ranks - 1)
+        last = np.zeros(len(self.figures.graph), dtype=np.int64)
+        for rank in range(ranks):
+            _, to_end, _ = self.rows(rank, slice(0, len(self.step)))
+            viable = head[self.start] + to_end < below_s
+            if not bool(viable.any()):
+                return None
+            reached = np.full(len(lattice), np.inf)
+            np.minimum.at(reached, self.end[viable], self._heads(rank, head[self.start])[viable])
+            head = reached
+            held = lattice.members[np.isfinite(head)]
+            first = np.where(held.any(axis=0), np.minimum(first, rank), first)
+            last = np.where(held.all(axis=0), last, rank + 1)
+        return [(int(low), int(high)) for low, high in zip(first, np.minimum(last, ranks - 1), strict=True)]
+
+    def _heads(self, rank: int, head: Floats) -> Floats:
+        """The head of the stage that follows each option on a rank."""
+        through = np.where(self.on_spine, self.forward_s + self.ahead_s[rank][self.end], 0.0)
+        return head + through
+
+    def _reach(self, below_s: float) -> None:
+        """Make the tables hold for every cut with a bound under ``below_s``."""
+        if np.isfinite(below_s) and below_s > self.shape.num_microbatches * self._cap_s:
+            self._tabulate(below_s / self.shape.num_microbatches)
+
     # --- cuts in order of their bound ---------------------------------------------------------------------------------
 
     def cuts(self, below_s: float, most_nodes: int) -> Iterator[BoundedCut | None]:
         """Every cut with a bound under ``below_s``, least bound first; None at the end where nodes ran out."""
+        self._reach(below_s)
         ranks = self.shape.num_ranks
         counter = itertools.count()
         # bound, -rank, counter, ideal, head, bound of the rows so far, way back to the end of all, options taken
@@ -270,12 +305,8 @@ class SuffixBound:
             (self.bound_s, 0, next(counter), 0, 0.0, -np.inf, -np.inf, ())
         ]
         expanded = 0
-        if below_s > self.shape.num_microbatches * self._cap_s and np.isfinite(below_s):
-            self._tabulate(below_s / self.shape.num_microbatches)
         while heap:
             bound_s, _, _, ideal, head, done, back, path = heapq.heappop(heap)
-            if bound_s >= below_s:
-                return
             rank = len(path)
             if rank == ranks:
                 yield self._cut(bound_s, path)
@@ -285,8 +316,7 @@ class SuffixBound:
                 yield None
                 return
             options = slice(int(self.first[ideal]), int(self.first[ideal + 1]))
-            for item in self._expand(rank, options, head, done, back):
-                value, option, new_head, new_back = item
+            for value, option, new_head, new_back in self._expand(rank, options, head, done, back):
                 if value < below_s:
                     entry = (value, -rank - 1, next(counter), int(self.end[option]), new_head, value, new_back)
                     heapq.heappush(heap, (*entry, (*path, option)))
