@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -23,22 +25,40 @@ class Clock(Protocol):
 
 
 class CpuClock:
-    """On a CPU actions have ended when their call returns: the process' own clock tells."""
+    """On a CPU actions have ended when their call returns: the machine's clock tells, less what others took.
+
+    Time that this thread was ready to run but had no core is taken off, as Linux counts it: in a run every rank has a
+    core to itself. Time asleep counts.
+    """
 
     def __init__(self) -> None:
         self._marks: list[int] = []
+        try:
+            self._scheduler = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+        except OSError:
+            self._scheduler = -1
+
+    def __del__(self) -> None:
+        if self._scheduler >= 0:
+            os.close(self._scheduler)
+
+    def _now_ns(self) -> int:
+        if self._scheduler < 0:
+            return time.perf_counter_ns()
+        _, waited_ns, _ = os.pread(self._scheduler, 100, 0).split()
+        return time.perf_counter_ns() - int(waited_ns)
 
     def start(self) -> None:
         """Set the first mark."""
-        self._marks = [time.perf_counter_ns()]
+        self._marks = [self._now_ns()]
 
     def mark(self) -> None:
         """Set a mark."""
-        self._marks.append(time.perf_counter_ns())
+        self._marks.append(self._now_ns())
 
     def seconds(self) -> list[float]:
         """The time between marks."""
-        return [(after - before) * 1e-9 for before, after in zip(self._marks, self._marks[1:], strict=False)]
+        return [max(0, after - before) * 1e-9 for before, after in pairwise(self._marks)]
 
 
 class CudaClock:
@@ -68,9 +88,7 @@ class CudaClock:
     def seconds(self) -> list[float]:
         """The time between events."""
         torch.cuda.synchronize()
-        return [
-            before.elapsed_time(after) * 1e-3 for before, after in zip(self._events, self._events[1:], strict=False)
-        ]
+        return [before.elapsed_time(after) * 1e-3 for before, after in pairwise(self._events)]
 
 
 def clock_for(device: torch.device | str) -> Clock:

@@ -1,0 +1,102 @@
+"""Bytes that a layer holds between I and W, and what its actions need beside: every layer alone, once.
+
+F ──────────▶ I ──────────▶ W        saved_bytes (the capture tells it) lives from F to I's end,
+|saved_bytes |   |for weight|        saved_for_weight_bytes from there to W's end;
+  + workspace      + workspace       the workspace is what an action needs over that, at its fullest moment
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from planner.capture import Capture, RandomKey, Stage
+from planner.measure.memory import MemoryMeter, meter_for
+from planner.measure.passes import Pipeline
+from planner.schedules import Letter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldBytes:
+    """Of one layer at one micro-batch size."""
+
+    saved_for_weight: int
+    workspace: int
+
+
+def measure_held(captured: Capture) -> tuple[HeldBytes, ...]:
+    """Bytes of all layers of a captured model."""
+    pipeline = Pipeline(captured, [[layer.name] for layer in captured.layers], captured.batch)
+    received: dict[int, Mapping[str, Tensor]] = {}
+    gradients: dict[int, Mapping[str, Tensor]] = {}
+
+    def recorded(letter: Letter, stage: int, action: Any, *given: Any) -> Any:
+        if letter is Letter.FORWARD:
+            received[stage] = given[3]
+        elif letter is Letter.BACKWARD_INPUT:
+            gradients[stage] = dict(given[1])
+        return action(*given)
+
+    pipeline.run(recorded, split=True)
+    saved_inputs = [0] * len(captured.layers)
+    number = {layer.name: index for index, layer in enumerate(captured.layers)}
+    for edge in captured.edges:
+        saved_inputs[number[edge.target]] += sum(
+            tensor.bytes_per_sample * captured.microbatch_size + tensor.fixed_bytes
+            for tensor in edge.tensors
+            if tensor.saved
+        )
+    held = tuple(
+        _held(captured, stage, received[index], gradients[index], layer.saved_bytes + saved_inputs[index])
+        for index, (layer, stage) in enumerate(zip(captured.layers, pipeline.stages, strict=True))
+    )
+    pipeline.drop_gradients()
+    return held
+
+
+def _held(
+    captured: Capture, stage: Stage, received: Mapping[str, Tensor], gradients: Mapping[str, Tensor], saved_bytes: int
+) -> HeldBytes:
+    """Run one stage on copies that nothing else holds: what lives after an action is what the stage keeps."""
+    with meter_for(captured.device) as meter:
+        _forward(captured, stage, received, meter, split=True)
+        peaks = [meter.peak_bytes() - saved_bytes]
+        for_weight = _backward(stage.backward_input, gradients, meter)
+        peaks.append(meter.peak_bytes() - saved_bytes)
+        meter.reset_peak()
+        stage.backward_weight(0)
+        peaks.append(meter.peak_bytes() - for_weight)
+        _forward(captured, stage, received, meter, split=False)
+        peaks.append(meter.peak_bytes() - saved_bytes)
+        _backward(stage.backward, gradients, meter)
+        peaks.append(meter.peak_bytes() - saved_bytes)
+    return HeldBytes(saved_for_weight=for_weight, workspace=max(0, *peaks))
+
+
+def _forward(
+    captured: Capture, stage: Stage, received: Mapping[str, Tensor], meter: MemoryMeter, *, split: bool
+) -> None:
+    inputs, target = captured.batch
+    meter.reset_peak()
+    stage.forward(0, inputs, target, _copies(received), RandomKey(0, 0, 0), split=split)
+
+
+def _backward(action: Any, gradients: Mapping[str, Tensor], meter: MemoryMeter) -> int:
+    """Run I or B; bytes that are held after it."""
+    given = _copies(gradients)
+    meter.reset_peak()
+    action(0, given, 1.0)
+    del given
+    return meter.live_bytes()
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies in memory of their own, laid out as the tensors are."""
+    return {
+        name: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+        for name, tensor in tensors.items()
+    }

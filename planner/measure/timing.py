@@ -1,0 +1,211 @@
+"""Seconds of every layer's F, I and W at several micro-batch sizes, and how well they add up.
+
+Visit after visit, every cut at every micro-batch size goes through, so that a noisy neighbour hits all alike:
+
+    each layer alone | whole | halves | quarters        the layers' figures are fitted to these (calibrate.py)
+    thirds | fifths                                     these are foretold from them: the remaining error
+
+Layers are in execution order, so any run of consecutive ones is a stage.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median, quantiles
+
+from planner.capture import Capture
+from planner.measure.calibrate import Run, calibrate, errors
+from planner.measure.clock import Clock, clock_for
+from planner.measure.passes import Pipeline
+from planner.schedules import Letter
+
+FITTED = (1, 2, 4)
+FORETOLD = (3, 5)
+"""In how many runs the layers are cut."""
+PASSES = 3
+"""Timed passes of a cut in one visit; one before them fills its gradients, which are freed after them."""
+MOST_VISITS, FEWEST_VISITS = 5, 2
+ENOUGH_S = 60.0
+"""Large models get fewer visits, so that timing takes about this long."""
+
+Progress = Callable[[str, float], None]
+"""Told what is being done, and how much of it is done (0 to 1)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSeconds:
+    """One layer; ``spread``: interquartile range of F + I + W alone over their median."""
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+    spread: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timed:
+    """All layers at one micro-batch size.
+
+    ``split_cost``: what I and then W take over a whole B, minus 1. ``errors``: of every foretold run's F + B, what its
+    layers add up to over what it took, minus 1.
+    """
+
+    layers: tuple[LayerSeconds, ...]
+    split_cost: float
+    errors: tuple[float, ...]
+
+
+def time_layers(captures: Sequence[Capture], *, progress: Progress) -> tuple[Timed, ...]:
+    """Time the layers of a model captured at several micro-batch sizes."""
+    subjects = [_Subject(captured) for captured in captures]
+    with _no_collector():
+        progress("warming up", 0.0)
+        for subject in subjects:
+            subject.warm_up()
+        visits, number = MOST_VISITS, 0
+        start = time.perf_counter()
+        while number < visits:
+            for subject in subjects:
+                subject.visit()
+            number += 1
+            visit_s = (time.perf_counter() - start) / number
+            visits = max(FEWEST_VISITS, min(MOST_VISITS, int(ENOUGH_S / visit_s)))
+            progress("timing layers", number / max(number, visits))
+    return tuple(subject.timed() for subject in subjects)
+
+
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    """Without Python's garbage collector, which would strike some round or other."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+_WHOLE = (Letter.FORWARD, Letter.BACKWARD)
+_SPLIT = (Letter.BACKWARD_INPUT, Letter.BACKWARD_WEIGHT)
+
+
+class _Series:
+    """One cut, and the seconds of its stages, pass after pass."""
+
+    def __init__(self, captured: Capture, bounds: Sequence[int]) -> None:
+        names = [layer.name for layer in captured.layers]
+        self.bounds = bounds
+        cut = [names[first:last] for first, last in pairwise(bounds)]
+        self._pipeline = Pipeline(captured, cut, captured.batch)
+        self._clock: Clock = clock_for(captured.device)
+        self._rows: dict[Letter, list[list[float]]] = {letter: [] for letter in Letter}
+
+    def visit(self) -> None:
+        """Some passes, split and fused by turns; F counts in the fused ones."""
+        self._pipeline.seconds(self._clock, split=False)
+        for _ in range(PASSES):
+            split = self._pipeline.seconds(self._clock, split=True)
+            fused = self._pipeline.seconds(self._clock, split=False)
+            for letter in Letter:
+                self._rows[letter].append(split[letter] if letter in _SPLIT else fused[letter])
+        self._pipeline.drop_gradients()
+
+    def forget(self) -> None:
+        for rows in self._rows.values():
+            rows.clear()
+
+    def medians(self, *letters: Letter) -> list[float]:
+        """The sum of the median seconds of some letters, stage by stage."""
+        return [sum(median(column) for column in columns) for columns in zip(*map(self._columns, letters), strict=True)]
+
+    def _columns(self, letter: Letter) -> list[tuple[float, ...]]:
+        return list(zip(*self._rows[letter], strict=True))
+
+    def runs(self, *letters: Letter) -> list[Run]:
+        return [
+            Run(first, last, seconds)
+            for (first, last), seconds in zip(pairwise(self.bounds), self.medians(*letters), strict=True)
+        ]
+
+    def spreads(self) -> list[float]:
+        """Of each stage's F + B, pass by pass."""
+        made = []
+        forward, backward = self._rows[Letter.FORWARD], self._rows[Letter.BACKWARD]
+        for f, b in zip(zip(*forward, strict=True), zip(*backward, strict=True), strict=True):
+            row = [one + other for one, other in zip(f, b, strict=True)]
+            low, middle, high = quantiles(row, n=4, method="inclusive") if len(row) > 1 else (row[0],) * 3
+            made.append((high - low) / middle)
+        return made
+
+
+class _Subject:
+    """A model captured at one micro-batch size, with all its cuts."""
+
+    def __init__(self, captured: Capture) -> None:
+        self._captured = captured
+        self._alone = _Series(captured, range(len(captured.layers) + 1))
+        self._fitted: list[_Series] = []
+        self._foretold: list[_Series] = []
+
+    def warm_up(self) -> None:
+        """Time the layers alone once, to make the other cuts of runs that take about the same time."""
+        self._alone.visit()
+        load = self._alone.medians(*_WHOLE)
+        self._fitted = [_Series(self._captured, bounds) for bounds in _distinct(load, FITTED)]
+        self._foretold = [_Series(self._captured, bounds) for bounds in _distinct(load, FORETOLD)]
+        self._alone.forget()
+
+    def visit(self) -> None:
+        for series in (self._alone, *self._fitted, *self._foretold):
+            series.visit()
+
+    def timed(self) -> Timed:
+        """All figures; I and W are those of the split backward, scaled so that they make up a whole B."""
+        forward, backward, by_input, by_weight = (self._figures(letter) for letter in (*_WHOLE, *_SPLIT))
+        layers = tuple(
+            LayerSeconds(
+                forward=f, backward_input=b * i / (i + w or 1), backward_weight=b * w / (i + w or 1), spread=spread
+            )
+            for f, b, i, w, spread in zip(forward, backward, by_input, by_weight, self._alone.spreads(), strict=True)
+        )
+        whole = self._fitted[0]
+        both = [f + b for f, b in zip(forward, backward, strict=True)]
+        return Timed(
+            layers=layers,
+            split_cost=whole.medians(*_SPLIT)[0] / whole.medians(Letter.BACKWARD)[0] - 1,
+            errors=errors(both, [run for series in self._foretold for run in series.runs(*_WHOLE)]),
+        )
+
+    def _figures(self, letter: Letter) -> tuple[float, ...]:
+        runs = [run for series in self._fitted for run in series.runs(letter)]
+        return calibrate(self._alone.medians(letter), runs)
+
+
+def _distinct(load: Sequence[float], counts: Sequence[int]) -> list[list[int]]:
+    found: list[list[int]] = []
+    for pieces in counts:
+        bounds = even_bounds(load, pieces)
+        if bounds not in found:
+            found.append(bounds)
+    return found
+
+
+def even_bounds(load: Sequence[float], pieces: int) -> list[int]:
+    """Where to cut a row of loads into runs of about the same load: 0, ..., len(load), ascending."""
+    bounds, total, piece = [0], 0.0, 1
+    for index, value in enumerate(load):
+        goal = sum(load) * piece / pieces
+        while piece < pieces and total + value / 2 > goal:
+            if index > bounds[-1]:
+                bounds.append(index)
+            piece += 1
+            goal = sum(load) * piece / pieces
+        total += value
+    return [*bounds, len(load)]
