@@ -12,6 +12,7 @@ leaves = ["blocks.3.attn"]                            modules to keep whole
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 import traceback
 import types
@@ -159,7 +160,7 @@ class ModelFile:
 
 def load_model_file(path: Path) -> ModelFile:
     """Run a model file and check what it defines. Raises InputError in one line."""
-    path = Path(path).resolve()
+    path = Path(os.path.realpath(path))  # unlike resolve() it takes a ring of links for what it is
     namespace = _run(path)
     functions: dict[str, Callable[..., Any]] = {}
     for name, needed in {"model": True, "batch": True, "loss": False, "optimizer": False, "data": False}.items():

@@ -43,7 +43,7 @@ def run_plan(path: Path, options: RunOptions, listener: Listener) -> Outcome | N
     plan = read_plan(path)
     schedule = schedule_of(plan)
     _check(plan, path, options)
-    model_path = (path.parent / plan.model.source).resolve()
+    model_path = Path(os.path.realpath(path.parent / plan.model.source))
     if not model_path.is_file():
         raise InputError(f"{path}: model.source: there is no file {model_path}", hint="correct it in the plan")
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -22,7 +22,9 @@ from planner.files import sha256_of
 
 # Every command that reads a file, with {} where the file stands, and how the file is made that it expects.
 READERS = {
+    "profile": ["profile", "{}", "--device", "cpu"],
     "check": ["check", "{}"],
+    "run": ["run", "{}"],
     "import pipedream": ["import", "{}", "--from", "pipedream", "--microbatch-size", "1"],
     "import dnn-partitioning": ["import", "{}", "--from", "dnn-partitioning"],
     "import piper": ["import", "{}", "--from", "piper"],
