@@ -13,11 +13,7 @@ from planner.cluster import check_tensor, device_memory
 from planner.errors import InputError
 from planner.files import as_record, plain, read_yaml, write_atomically, yaml_text
 from planner.plan.plan import Plan
-from planner.schedules.action import parse_action
-from planner.schedules.names import Placement, ScheduleName
-from planner.schedules.placement import rank_of
-
-_WITH_WARMUP = (ScheduleName.ONE_F_ONE_B, ScheduleName.INTERLEAVED, ScheduleName.ZB_H1)
+from planner.schedules import Placement, ScheduleName, check_shape, parse_action, rank_of
 
 Fault = tuple[str, str, str]
 """Place, fault and mend."""
@@ -111,14 +107,20 @@ def _stage_faults(plan: Plan) -> Iterator[Fault]:
 def _schedule_faults(plan: Plan) -> Iterator[Fault]:
     schedule, ranks = plan.schedule, plan.parallel.pipeline
     synthesised = schedule.name is ScheduleName.SYNTHESISED
-    if schedule.placement is Placement.FREE and not synthesised:
-        yield "schedule.placement", f"free is none for {schedule.name.value}", "use loop or v, or schedule synthesised"
-    if schedule.warmup is not None:
-        if schedule.name not in _WITH_WARMUP:
-            known = ", ".join(name.value for name in _WITH_WARMUP)
-            yield "schedule.warmup", f"{schedule.name.value} has none", f"remove it; {known} have one"
-        if len(schedule.warmup) != ranks:
-            yield "schedule.warmup", f"has {len(schedule.warmup)} entries for {ranks} ranks", "give one for each rank"
+    if synthesised and schedule.warmup is not None:
+        yield "schedule.warmup", "a synthesised order has none", "remove it"
+    if not synthesised:
+        try:
+            check_shape(
+                schedule.name,
+                num_ranks=ranks,
+                virtual=plan.parallel.virtual,
+                num_microbatches=plan.batch.microbatches,
+                placement=schedule.placement,
+                warmup=schedule.warmup,
+            )
+        except InputError as error:
+            yield "schedule", error.message, error.hint
     if synthesised and plan.actions is None:
         yield "actions", "is missing", "schedule synthesised brings its own actions, one string for each rank"
     if plan.actions is not None:

@@ -1,7 +1,7 @@
 """Schedules, one a file, each a pure function that gives every rank its actions; and the check of any table."""
 
 from planner.schedules.action import Action, Letter, Order, Schedule, format_order, parse_action
-from planner.schedules.build import build, default_warmup, shape_fault
+from planner.schedules.build import build, check_shape, default_warmup, shape_fault
 from planner.schedules.check import ScheduleCheck, check_schedule
 from planner.schedules.communication import Channels, Message, channels
 from planner.schedules.names import Placement, ScheduleName
@@ -22,6 +22,7 @@ __all__ = [
     "build",
     "channels",
     "check_schedule",
+    "check_shape",
     "default_warmup",
     "format_order",
     "parse_action",

@@ -33,14 +33,9 @@ def build(
 
     Raises InputError where the schedule is not made for this shape, or has no such warm-up.
     """
-    fault = shape_fault(name, virtual=virtual, placement=placement)
-    if fault:
-        raise InputError(fault[0], hint=fault[1])
     shape = {"num_ranks": num_ranks, "virtual": virtual, "num_microbatches": num_microbatches}
-    depths = default_warmup(name, **shape)
-    if warmup is not None:
-        _check_warmup(name, warmup, depths, num_ranks, virtual * num_microbatches)
-        depths = tuple(warmup)
+    check_shape(name, **shape, placement=placement, warmup=warmup)
+    depths = default_warmup(name, **shape) if warmup is None else tuple(warmup)
     match name:
         case ScheduleName.GPIPE:
             return gpipe(num_ranks, num_microbatches)
@@ -62,6 +57,24 @@ def build(
             return interleaved.interleaved_1f1b(num_ranks, virtual, num_microbatches, depths or ())
         case _:
             return one_f_one_b.one_f_one_b(num_ranks, num_microbatches, depths or ())
+
+
+def check_shape(
+    name: ScheduleName,
+    *,
+    num_ranks: int,
+    virtual: int,
+    num_microbatches: int,
+    placement: Placement,
+    warmup: Sequence[int] | None = None,
+) -> None:
+    """Raises InputError where ``build`` cannot make the schedule, without making it."""
+    fault = shape_fault(name, virtual=virtual, placement=placement)
+    if fault:
+        raise InputError(fault[0], hint=fault[1])
+    if warmup is not None:
+        depths = default_warmup(name, num_ranks=num_ranks, virtual=virtual, num_microbatches=num_microbatches)
+        _check_warmup(name, warmup, depths, num_ranks, virtual * num_microbatches)
 
 
 def shape_fault(name: ScheduleName, *, virtual: int, placement: Placement) -> tuple[str, str] | None:
