@@ -28,6 +28,13 @@ class WeightQueue:
     def __init__(self) -> None:
         self.items: list[tuple[tuple[int, ...], Callable[..., Gradients], tuple[Any, ...]]] = []
 
+    def detach(self) -> None:
+        """Let go of the autograd graph, which would keep alive what W does not need."""
+        self.items = [
+            (leaves, function, tuple(value.detach() if isinstance(value, Tensor) else value for value in arguments))
+            for leaves, function, arguments in self.items
+        ]
+
     def tensors(self) -> list[Tensor]:
         """What the queue holds."""
         return [value for _, _, arguments in self.items for value in arguments if isinstance(value, Tensor)]

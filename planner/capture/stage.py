@@ -140,6 +140,7 @@ class Stage:
             return {}
         pending = self._back(microbatch, gradients, loss_scale)
         assert pending.queue is not None, f"the forward of micro-batch {microbatch} was not told that I follows"
+        pending.queue.detach()
         self._pending[microbatch] = _Pending(queue=pending.queue)
         return self._handed_on(pending)
 
@@ -255,7 +256,7 @@ class Stage:
         found = {}
         for boundary in self.program.receives:
             if self.program.index in boundary.grad_readers:
-                gradient = pending.box.get(boundary.name)
+                gradient = pending.box.pop(boundary.name, None)
                 found[boundary.name] = self._zeros(boundary) if gradient is None else gradient
         return found
 

@@ -1,0 +1,168 @@
+"""``pipeplan profile``: what is written, said, refused and left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.cli.main import main
+from planner.profile import read_profile
+
+MODEL = """
+import torch
+from torch import nn
+
+global_batch = 8
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(16, 64)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.1)) for _ in range(4))
+        self.last = nn.Linear(64, 16)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(x)
+
+def model():
+    return Net()
+
+def batch(size):
+    return torch.randn(size, 16), torch.randn(size, 16)
+
+def loss(output, target):
+    return (output - target).pow(2).mean()
+"""
+
+
+def _run(*words: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["profile", *words])
+    return int(ended.value.code or 0)
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[subprocess.CompletedProcess[str]]]:
+    """A folder where a model was profiled twice, the second time with --json."""
+    folder = tmp_path_factory.mktemp("profiled")
+    (folder / "net.py").write_text(MODEL)
+    words = [sys.executable, "-m", "planner", "profile", "net.py", "--device", "cpu"]
+    runs = [
+        subprocess.run([*words, *more], cwd=folder, capture_output=True, text=True, check=False)
+        for more in ([], ["--json", "--microbatch", "2,1"])
+    ]
+    return folder, runs
+
+
+def test_the_profile_is_where_it_belongs(profiled: tuple[Path, list[Any]]) -> None:
+    folder, (first, second) = profiled
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    profile = read_profile(folder / "profiles" / "net.json")
+    assert (folder / "profiles" / profile.model.source).resolve() == (folder / "net.py").resolve()
+    assert [cost.microbatch_size for cost in profile.layers[0].costs] == [1, 2]
+    assert profile.global_batch == 8
+    assert profile.provenance == "measured"
+    assert profile.dtype == "float32"
+    assert profile.links is not None
+    assert profile.device.memory_bytes > 2**30
+
+
+def test_people_are_told_what_was_measured_and_what_is_next(profiled: tuple[Path, list[Any]]) -> None:
+    _, (first, _) = profiled
+    assert "net: 6 layers" in first.stdout
+    assert "AdamW: 2.00 bytes of state" in first.stdout
+    assert "link between two processes" in first.stdout
+    assert "busy neighbour" in first.stdout
+    assert "next: pipeplan solve" in first.stderr
+    assert "\x1b" not in first.stdout + first.stderr  # no progress bar in a pipe
+
+
+def test_a_second_profile_says_how_far_it_is_from_the_first(profiled: tuple[Path, list[Any]]) -> None:
+    _, (first, second) = profiled
+    assert "from the profile that was there" not in first.stdout
+    document = json.loads(second.stdout)
+    assert document["difference"]["median"] >= 0
+    assert document["difference"]["microbatch_size"] in (1, 2)
+    assert document["profile"]["format"] == "pipeplan-profile/1"
+    assert [one["microbatch_size"] for one in document["accuracy"]] == [1, 2]
+
+
+def test_a_file_that_is_no_profile_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "net.py"
+    path.write_text(MODEL)
+    assert _run(str(path), "-o", str(path)) == 2
+    assert path.read_text() == MODEL
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--microbatch", "1,x"], "--microbatch"),
+        (["--microbatch", "0"], "--microbatch"),
+        (["--microbatch", ""], "--microbatch"),
+        (["--device", "tpu"], "tpu"),
+        (["--granularity", "atom"], "atom"),
+        (["-o", "no.py/x.json"], "no.py"),
+    ],
+)
+def test_bad_words_give_one_line(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("net.py").write_text(MODEL)
+    Path("no.py").write_text("")
+    assert _run("net.py", *words) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert said in lines[0]
+
+
+def test_a_missing_model_file_gives_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run(str(tmp_path / "none.py"), "-o", str(tmp_path / "p.json")) == 2
+    assert "none.py" in capsys.readouterr().err
+
+
+def test_interrupted_the_old_profile_stays(profiled: tuple[Path, list[Any]]) -> None:
+    folder, _ = profiled
+    path = folder / "profiles" / "net.json"
+    before = path.read_bytes()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "planner", "profile", "net.py", "--device", "cpu", "--microbatch", "1,2,4,8"],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    time.sleep(4)
+    assert process.poll() is None, "it was over before it could be interrupted"
+    os.kill(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert path.read_bytes() == before
+    assert [entry.name for entry in path.parent.iterdir()] == ["net.json"]
+    time.sleep(0.5)
+    assert not _in_session(process.pid), "neighbours outlived it"
+
+
+def _in_session(session: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                if os.getsid(int(entry.name)) == session:
+                    found.append(int(entry.name))
+            except ProcessLookupError:
+                continue
+    return found
