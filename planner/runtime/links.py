@@ -87,6 +87,7 @@ class _Player:
             pairs=((0, 1), (1, 0)),
             inbox={self._other: tuple(Kind("F", name, rank) for name in names)},
             windows={self._other: 2},
+            arrived={self._other: (0,) * len(names)},
             device=device,
         )
         self._messages = {name: torch.zeros(int(name.split()[-1]) // 4, device=device) for name in names}

@@ -212,54 +212,66 @@ class _Inbox:
 # --- sending ----------------------------------------------------------------------------------------------------------
 
 
-class _Reaper:
-    """Holds what is being sent until it has left. gloo tells only a waiting thread, so on the CPU a thread waits."""
+HELD_BYTES = 32 << 20
+"""What may lie with a rank that has left it, but not yet told so; more, and a thread waits for the oldest to leave."""
+
+
+class _Sent:
+    """What was handed over to one rank and may not have left yet: tensors live until it has.
+
+    gloo tells only a caller that waits whether a message has left. So a message is let go when one that came back shows
+    that it was taken; where too many bytes would wait for that, a thread waits for the oldest. NCCL is simply asked.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._polled: deque[tuple[Any, torch.Tensor]] | None = deque() if device.type == "cuda" else None
+        self._ask = device.type == "cuda"
+        self._flying: deque[tuple[int, Any, torch.Tensor]] = deque()
+        self._waiting: queue.SimpleQueue[tuple[Any, torch.Tensor] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
-        self._bytes = self.peak_bytes = 0
-        self._queue: queue.SimpleQueue[tuple[Any, torch.Tensor] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._wait_for_all, name="sends", daemon=True)
-        if self._polled is None:
-            self._thread.start()
+        self.bytes = 0
 
-    @property
-    def bytes(self) -> int:
-        """Bytes handed over that have not left yet."""
-        return self._bytes
-
-    def hold(self, work: Any, flat: torch.Tensor) -> None:
-        with self._lock:
-            self._bytes += flat.numel()
-        if self._polled is None:
-            self._queue.put((work, flat))
+    def hold(self, number: int, work: Any, flat: torch.Tensor) -> None:
+        """Keep the bytes of message ``number``."""
+        self._flying.append((number, work, flat))
+        self._count(flat.nbytes)
+        if self._ask:
+            while self._flying and self._flying[0][1].is_completed():
+                self._count(-self._flying.popleft()[2].nbytes)
             return
-        self._polled.append((work, flat))
-        while self._polled and self._polled[0][0].is_completed():
-            self._bytes -= self._polled.popleft()[1].numel()
+        while self.bytes > HELD_BYTES and len(self._flying) > 1:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._wait, name="sends", daemon=True)
+                self._thread.start()
+            self._waiting.put(self._flying.popleft()[1:])
+
+    def let_go(self, number: int) -> None:
+        """All messages before ``number`` have arrived."""
+        while self._flying and self._flying[0][0] < number:
+            self._count(-self._flying.popleft()[2].nbytes)
 
     def drain(self) -> None:
         """Wait until everything has left."""
-        if self._polled is None:
-            self._queue.put(None)
+        for _, work, _ in self._flying:
+            work.wait()
+        self._flying.clear()
+        if self._thread is not None:
+            self._waiting.put(None)
             self._thread.join()
-        else:
-            for work, _ in self._polled:
-                work.wait()
-            self._polled.clear()
 
-    def _wait_for_all(self) -> None:
-        while (entry := self._queue.get()) is not None:
+    def _count(self, num_bytes: int) -> None:
+        with self._lock:
+            self.bytes += num_bytes
+
+    def _wait(self) -> None:
+        while (entry := self._waiting.get()) is not None:
             work, flat = entry
             try:
                 work.wait()
             except RuntimeError:
                 return  # the other rank is gone: this one's own next receive, or the launcher, says so
-            size = flat.numel()
+            self._count(-flat.nbytes)
             del entry, work, flat
-            with self._lock:
-                self._bytes -= size
 
 
 class _Outbox:
@@ -270,12 +282,20 @@ class _Outbox:
         self._receiver = receiver
         self._device = device
         self._layouts: dict[Kind, Layout | None] = {}
+        self._number = -1
+        self.base = 0
+        """The number of the step's first message."""
+        self.sent = _Sent(device)
 
-    def send(self, key: Key, tensor: torch.Tensor | None, reaper: _Reaper) -> None:
+    def next_step(self) -> None:
+        self.base = self._number + 1
+
+    def send(self, key: Key, tensor: torch.Tensor | None) -> None:
         """Hand a tensor over; does not wait."""
+        self._number += 1
         kind, layout = Kind(*key[:3]), None if tensor is None else Layout.of(tensor)
         if kind not in self._layouts:
-            self._tell(kind, layout, reaper)
+            self._tell(kind, layout)
         told = self._layouts[kind]
         if tensor is None or layout is None or told is None:
             assert told is layout, f"{key.name} is there in some steps and not in others"
@@ -290,22 +310,21 @@ class _Outbox:
         if told.num_bytes:
             flat = tensor.resolve_conj().resolve_neg() if tensor.is_complex() else tensor
             flat = flat.as_strided((told.span,), (1,)).view(torch.uint8)
-            self._push(flat, flat, reaper)
+            self._push(flat)
 
-    def _tell(self, kind: Kind, layout: Layout | None, reaper: _Reaper) -> None:
+    def _tell(self, kind: Kind, layout: Layout | None) -> None:
         if layout is not None and (layout.dtype not in _DTYPES or len(layout.shape) > _MAX_DIMS):
             raise TypeError(f"{kind.name}: {layout.dtype} with {len(layout.shape)} dimensions cannot be sent")
         self._layouts[kind] = layout
         numbers = [_ABSENT] * HEADER_NUMBERS if layout is None else layout.numbers()
-        header = torch.tensor(numbers, dtype=torch.int64, device=self._device)
-        self._push(header, header.view(torch.uint8), reaper)
+        self._push(torch.tensor(numbers, dtype=torch.int64, device=self._device))
 
-    def _push(self, flat: torch.Tensor, counted: torch.Tensor, reaper: _Reaper) -> None:
+    def _push(self, flat: torch.Tensor) -> None:
         try:
             work = self._group.send([flat], 1, 0)
         except RuntimeError as error:
             raise LostContactError(self._receiver, str(error)) from None
-        reaper.hold(work, counted)
+        self.sent.hold(self._number, work, flat)
 
 
 # --- all of it --------------------------------------------------------------------------------------------------------
@@ -323,11 +342,15 @@ class Transport:
         pairs: Sequence[tuple[int, int]],
         inbox: Mapping[int, Sequence[Kind]],
         windows: Mapping[int, int],
+        arrived: Mapping[int, Sequence[int]],
         device: torch.device,
     ) -> None:
-        """``pairs``: all ordered pairs of ranks that exchange messages, in an order that is the same on every rank."""
+        """The links; ``inbox``, ``windows`` and ``arrived`` as a RankProgram has them.
+
+        ``pairs``: all ordered pairs of ranks that exchange messages, in an order that is the same on every rank.
+        """
         self._buffers = _Buffers(device)
-        self._reaper = _Reaper(device)
+        self._arrived = arrived
         self._inboxes: dict[int, _Inbox] = {}
         self._outboxes: dict[int, _Outbox] = {}
         for sender, receiver in pairs:
@@ -342,7 +365,7 @@ class Transport:
     @property
     def message_bytes(self) -> int:
         """Bytes in receive buffers and in sends that have not left."""
-        return self._buffers.total_bytes + self._reaper.bytes
+        return self._buffers.total_bytes + sum(outbox.sent.bytes for outbox in self._outboxes.values())
 
     def begin(self, num_steps: int) -> None:
         """Expect the messages of ``num_steps`` more steps."""
@@ -352,7 +375,11 @@ class Transport:
 
     def take(self, sender: int, place: int) -> torch.Tensor | None:
         """The tensor of message number ``place`` of this step from a rank, waited for; None where there is none."""
-        return self._inboxes[sender].take(place, self._buffers)
+        tensor = self._inboxes[sender].take(place, self._buffers)
+        outbox = self._outboxes.get(sender)
+        if outbox is not None:
+            outbox.sent.let_go(outbox.base + self._arrived[sender][place])
+        return tensor
 
     def post_ahead(self) -> None:
         """Post the receives that the windows have room for."""
@@ -361,13 +388,16 @@ class Transport:
 
     def send(self, receiver: int, key: Key, tensor: torch.Tensor | None) -> None:
         """Hand a tensor over to a rank; does not wait."""
-        self._outboxes[receiver].send(key, tensor, self._reaper)
+        self._outboxes[receiver].send(key, tensor)
 
     def next_step(self) -> None:
         """The step's messages are all taken."""
         for inbox in self._inboxes.values():
             inbox.next_step()
+        for outbox in self._outboxes.values():
+            outbox.next_step()
 
     def close(self) -> None:
         """Wait until everything sent has left."""
-        self._reaper.drain()
+        for outbox in self._outboxes.values():
+            outbox.sent.drain()

@@ -150,6 +150,7 @@ class _Worker:
             pairs=pairs,
             inbox=mine.inbox,
             windows=mine.windows,
+            arrived=mine.arrived,
             device=self.device,
         )
         replicas = None

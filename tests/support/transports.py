@@ -52,6 +52,7 @@ def transport_of(rank: int, port: int, names: list[str], window: int) -> Transpo
         pairs=((0, 1), (1, 0)),
         inbox={1 - rank: tuple(Kind("F", name, rank) for name in names)},
         windows={1 - rank: window},
+        arrived={1 - rank: (0,) * len(names)},
         device=CPU,
     )
 
