@@ -1,1 +1,7 @@
-"""The search: bounds, incumbents, the ILP (the only PuLP import) and the choice among configurations."""
+"""The search: the best plan there is, and the proof of how close to the best it is (the only part that solves ILPs)."""
+
+from planner.search.choose import Progress, solve
+from planner.search.result import Baseline, Candidate, Found
+from planner.search.space import Asked, Configuration
+
+__all__ = ["Asked", "Baseline", "Candidate", "Configuration", "Found", "Progress", "solve"]

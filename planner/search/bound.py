@@ -39,7 +39,8 @@ class _CutBound:
     def __init__(self, walk: Walk, fused: bool) -> None:
         self.walk, self.job, self.fused = walk, walk.job, fused
         self.stages = walk.job.stages
-        self.post_s = [post_s(walk.job, rank) for rank in range(walk.job.num_ranks)]
+        self.endings = Endings(walk.job)
+        self.post_s = self.endings.post_s
         self.seconds: dict[_Node, float] = {}
         self.after: dict[_Node, list[tuple[_Node, float]]] = {}
         for stage in range(len(self.stages)):
@@ -79,16 +80,18 @@ class _CutBound:
 
     def _rank_rows(self) -> list[float]:
         microbatches, made = self.job.num_microbatches, []
-        by_rank: dict[int, list[_Node]] = defaultdict(list)
+        by_rank: list[list[_Node]] = [[] for _ in range(self.job.num_ranks)]
         for node in self.seconds:
             by_rank[self.stages[node[1]].rank].append(node)
-        for nodes in by_rank.values():
+        ends = [0.0] * self.job.num_ranks
+        for rank, nodes in enumerate(by_rank):
             for a in {self.head[node] for node in nodes}:
                 later = [node for node in nodes if self.head[node] >= a]
+                ends[rank] = max(ends[rank], a + microbatches * sum(self.seconds[node] for node in later))
                 for b in {self.tail[node] for node in later}:
                     load = sum(self.seconds[node] for node in later if self.tail[node] >= b)
                     made.append(a + microbatches * load + b)
-        return made
+        return [*made, self.endings.iteration_s(ends)]
 
     def _link_rows(self) -> list[float]:
         microbatches = self.job.num_microbatches
@@ -154,8 +157,8 @@ class _CutBound:
             first = min(
                 self.head["F", k] + microbatches * sum(self.seconds[letter, k] for letter in letters) for k in own
             )
-            reduces = [all_reduce_s(self.job, k) for k in own]
-            made.append(first + sum(reduces) + self.post_s[rank] - min(reduces))
+            after_all_s = self.endings.all_reduces_s[rank] - self.endings.reduce_s[rank]
+            made.append(first + after_all_s + self.post_s[rank])
         return made
 
 
@@ -170,17 +173,42 @@ def _edges(letter: str, given: Handover) -> list[tuple[_Node, float]]:
     return made
 
 
-def post_s(job: Job, rank: int) -> float:
-    """What surely follows a rank's last action: the all-reduce of one of its stages, its tied sums, its step."""
-    own = [stage.stage for stage in job.stages if stage.rank == rank]
-    reduce = min((all_reduce_s(job, stage) for stage in own), default=0.0)
-    links = Links(job)
-    tied = sum(
-        tied_sum_s(job, tie, links)
-        for tie in job.ties
-        if tie.trainable and any(job.stages[stage].rank == rank for stage in tie.stages)
-    )
-    return reduce + tied + trainable_bytes(job, rank) * job.step_s_per_trainable_byte
+class Endings:
+    """What surely follows the ranks' last actions: an all-reduce each, tied sums once all their ranks are there, steps.
+
+    ``post_s[r]``: the least of it after the last action of rank r alone.
+    """
+
+    def __init__(self, job: Job) -> None:
+        ranks, links = range(job.num_ranks), Links(job)
+        own: list[list[int]] = [[] for _ in ranks]
+        for stage in job.stages:
+            own[stage.rank].append(stage.stage)
+        reduces = [[all_reduce_s(job, stage) for stage in stages] if job.data > 1 else [0.0] for stages in own]
+        self.reduce_s = [min(seconds, default=0.0) for seconds in reduces]
+        self.all_reduces_s = [sum(seconds) for seconds in reduces]
+        self.ties: list[tuple[list[int], float]] = []
+        for tie in sorted(job.ties, key=lambda tie: tie.name):
+            users = sorted({job.stages[stage].rank for stage in tie.stages})
+            if tie.trainable and len(users) > 1:
+                self.ties.append((users, tied_sum_s(job, tie, links)))
+        trained = [sum(job.stages[stage].trainable_bytes for stage in stages) for stages in own]
+        if job.ties:
+            trained = [trainable_bytes(job, rank) for rank in ranks]
+        self.step_s = [size * job.step_s_per_trainable_byte for size in trained]
+        self.post_s = [
+            self.reduce_s[rank] + sum(seconds for users, seconds in self.ties if rank in users) + self.step_s[rank]
+            for rank in ranks
+        ]
+
+    def iteration_s(self, ends_s: Sequence[float]) -> float:
+        """The least time of an iteration whose ranks end their last actions no sooner than this."""
+        done = [end + reduce for end, reduce in zip(ends_s, self.reduce_s, strict=True)]
+        for users, seconds in self.ties:
+            start = max(done[rank] for rank in users)
+            for rank in users:
+                done[rank] = start + seconds
+        return max(end + step for end, step in zip(done, self.step_s, strict=True))
 
 
 def most_in_flight(job: Job, stage: Stage, *, fused: bool = True) -> int:

@@ -19,7 +19,7 @@ from typing import Final
 
 from planner.errors import InputError
 from planner.schedules import Action, Letter, Order, Placement, Schedule, ScheduleName, build
-from planner.search.bound import most_in_flight, post_s
+from planner.search.bound import Endings, most_in_flight
 from planner.simulate import Timeline, Walk, simulate
 
 Depths = tuple[int, ...]
@@ -46,6 +46,7 @@ class Depths1F1B:
         self.job: Final = walk.job
         self.limit_bytes: Final = limit_bytes
         self.most: Final = tuple(most_in_flight(walk.job, stage) for stage in walk.job.stages)
+        self.endings: Final = Endings(walk.job)
         self.spent = 0
         self._orders: dict[tuple[int, int], Order] = {}
         self._times: dict[Depths, float] = {}
@@ -181,7 +182,7 @@ class Depths1F1B:
 
     def _tails(self) -> list[float]:
         """Per rank the least time from the end of its last B to the end of the iteration."""
-        tails = [post_s(self.job, rank) for rank in range(len(self.most))]
+        tails = list(self.endings.post_s)
         for rank, given in enumerate(self.walk.returns):
             delays = [(low, 0.0) for low in given.at_once]
             delays += [(parcel.to_stage, parcel.busy_s + parcel.latency_s) for parcel in given.parcels]
@@ -204,14 +205,15 @@ class Depths1F1B:
             walked = self.walk.run((*forwards, *orders, *backwards))
         except InputError:
             return math.inf
-        bound: float = 0.0
+        lasts = [0.0] * len(self.most)
         for r in range(rank):
             load = walked.ends_s[r][0] - walked.starts_s[r][0] + self._backward_s(r)
-            bound = max(bound, walked.starts_s[r][0] + count * load + tails[r])
+            lasts[r] = walked.starts_s[r][0] + count * load
         backwards_of = [*range(rank, len(self.most)), *range(rank)]
         for r, ends in zip(backwards_of, walked.ends_s[rank:], strict=True):
-            bound = max(bound, ends[-1] + tails[r])
-        return bound
+            lasts[r] = max(lasts[r], ends[-1])
+        through = max(last + tail for last, tail in zip(lasts, tails, strict=True))
+        return max(through, self.endings.iteration_s(lasts))
 
 
 def _lone(ranks: int) -> Schedule:

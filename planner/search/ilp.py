@@ -122,7 +122,7 @@ class CutModel:
         kind = pulp.LpInteger if whole and not self._relaxed else pulp.LpContinuous
         self._count += 1
         self._choices += kind == pulp.LpInteger
-        return Linear({pulp.LpVariable(f"x{self._count}", least, most, kind): 1.0})
+        return Linear({self._problem.add_variable(f"x{self._count}", least, most, kind): 1.0})
 
     def up_to(self, layer: int, stage: int) -> Linear:
         """c[l, k]: whether the layer lies in a stage <= k."""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
-
-import pytest
+from collections.abc import Iterator
 
 from planner.cluster import Cluster, ClusterLinks, Link, resolve
 from planner.graph import LayerGraph, derive_stages, ties
@@ -134,23 +132,3 @@ def job_for(
         step_s_per_trainable_byte=profile.optimizer.step_s_per_trainable_byte,
         ties=ties(graph, cut),
     )
-
-
-@pytest.fixture
-def make_profile() -> Callable[..., Profile]:
-    return random_profile
-
-
-@pytest.fixture
-def make_cluster() -> Callable[..., Cluster]:
-    return random_cluster
-
-
-@pytest.fixture
-def every_cut() -> Callable[..., Iterator[list[list[str]]]]:
-    return all_cuts
-
-
-@pytest.fixture
-def make_job() -> Callable[..., Job]:
-    return job_for
