@@ -15,11 +15,12 @@ instant.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from planner.schedules.action import Letter, Order, Schedule
+from planner.graph.stage import Stage
+from planner.schedules.action import Action, Letter, Order, Schedule
 from planner.simulate.closing import parameter_bytes, trainable_bytes
 from planner.simulate.job import Job
 from planner.simulate.timeline import Level, Passage
@@ -77,6 +78,33 @@ def resident_bytes(job: Job, rank: int) -> int:
     gradients = sum(stage.trainable_bytes for stage in own) * job.gradient_bytes_per_trainable_byte
     state = trainable_bytes(job, rank) * job.state_bytes_per_trainable_byte
     return parameter_bytes(job, rank) + sum(stage.buffer_bytes for stage in own) + math.ceil(gradients + state)
+
+
+def held_by(stage: Stage, letter: Letter) -> tuple[int, int]:
+    """How much more a rank holds while an action of a stage runs, and after it, than before it (messages aside)."""
+    kept = stage.input_bytes if stage.recompute else stage.saved_bytes
+    again, workspace = stage.saved_bytes - kept, stage.workspace_bytes
+    match letter:
+        case Letter.FORWARD:
+            return kept + workspace, kept
+        case Letter.BACKWARD_INPUT if stage.returns:
+            return again + workspace, stage.saved_for_weight_bytes - kept
+        case Letter.BACKWARD_WEIGHT if stage.returns:
+            return workspace, -stage.saved_for_weight_bytes
+        case Letter.BACKWARD_INPUT:
+            return workspace, 0
+        case _:
+            return again + workspace, -kept
+
+
+def held_in_order(job: Job, order: Iterable[Action]) -> int:
+    """The most that a rank's actions hold beyond what it always holds (messages aside), if each lasts some time."""
+    held = most = 0
+    for stage, letter, _ in order:
+        during, after = held_by(job.stages[stage], letter)
+        most = max(most, held + during, held + after)
+        held += after
+    return most
 
 
 def _taken(job: Job, schedule: Schedule, walked: Walked) -> tuple[list[list[float]], list[list[float]]]:

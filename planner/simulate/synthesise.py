@@ -1,0 +1,152 @@
+"""An order of its own for a job: the best of list scheduling under several rules, and of local search on top of it.
+
+named schedules of the job's shape ─┐
+list scheduling, rule by rule ──────┴▶ simulated ─▶ those that fit ─▶ the fastest ─swaps─▶ faster still
+
+So it is never slower than the named schedules, at their default warm-up, that fit the same memory. List scheduling
+does not know when messages are held: where its order turns out not to fit, it is made again with less to spend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
+from typing import NamedTuple
+
+from planner.cluster import memory_limit
+from planner.schedules import Letter, Placement, Schedule, ScheduleName, build, ranks_of, shape_fault
+from planner.simulate.greedy import Rule, Turn, greedy
+from planner.simulate.improve import improve
+from planner.simulate.memory import resident_bytes
+from planner.simulate.model import simulate
+from planner.simulate.timeline import Timeline
+from planner.simulate.walk import Walk
+
+_TRIES = 6
+_SAME = 1e-9
+
+
+class _Found(NamedTuple):
+    iteration_s: float
+    span_s: float
+    schedule: Schedule
+
+
+def synthesise(
+    walk: Walk,
+    *,
+    split: bool = True,
+    others: Sequence[Schedule] = (),
+    steps: int = 50,
+    bound_s: float = 0.0,
+) -> Schedule | None:
+    """The fastest order found for a job, within its memory; None where none is found that fits.
+
+    ``split``: with I and W where that helps, else with whole backwards only. ``others``: orders to start from beside
+    the named ones. ``steps``: how many swaps to try; none are where an order reaches ``bound_s``. Among equally fast
+    orders that with the shortest span, from first start to last end, of its longest rank. Deterministic.
+    """
+    limit = memory_limit(walk.job.cluster)
+    rules = _rules(walk, split, _budgets(walk, limit))
+    orders = [*others, *_named(walk, split)]
+    found = [_found(walk, schedule) for schedule in orders if _overshoot(walk, schedule, limit) is None]
+    found += [_found(walk, schedule) for rule in rules if (schedule := _within(walk, rule, limit))]
+    if not found:
+        return None
+    best = _best(found)
+    if steps and best.iteration_s > bound_s * (1 + _SAME):
+        budgets = _budgets(walk, limit)
+        for start in _starts(found, best):
+            better = improve(walk, start.schedule, steps=steps, budget_bytes=budgets)
+            fitting = (schedule for schedule in better if _overshoot(walk, schedule, limit) is None)
+            found += [_found(walk, schedule) for schedule in list(fitting)[:1]]
+    return _best(found).schedule
+
+
+def _rules(walk: Walk, split: bool, budgets: tuple[float | None, ...]) -> Iterator[Rule]:
+    several = len(walk.job.stages) > walk.job.num_ranks
+    for halves, turn, alternate, patience in product(
+        (True, False) if split else (False,), Turn if several else (Turn.DEEPEST,), (False, True), (0.0, 0.15, 0.5, 1.0)
+    ):
+        yield Rule(split=halves, turn=turn, alternate=alternate, patience=patience, budget_bytes=budgets)
+
+
+def _named(walk: Walk, split: bool) -> Iterator[Schedule]:
+    """The named schedules of the job's shape, without I and W unless asked for."""
+    job = walk.job
+    virtual = len(job.stages) // job.num_ranks
+    ranks = tuple(stage.rank for stage in job.stages)
+    for placement in (Placement.LOOP, Placement.V):
+        if placement is Placement.V and virtual != 2:
+            continue
+        for name in ScheduleName:
+            if ranks == ranks_of(job.num_ranks, virtual, placement) and not shape_fault(
+                name, virtual=virtual, placement=placement
+            ):
+                schedule = build(
+                    name,
+                    num_ranks=job.num_ranks,
+                    virtual=virtual,
+                    num_microbatches=job.num_microbatches,
+                    placement=placement,
+                )
+                if split or all(action.letter in (Letter.FORWARD, Letter.BACKWARD) for action in schedule[0]):
+                    yield schedule
+
+
+def _budgets(walk: Walk, limit: int | None) -> tuple[float | None, ...]:
+    """What each rank may hold beyond what it always holds."""
+    ranks = range(walk.job.num_ranks)
+    return tuple(None if limit is None else limit - resident_bytes(walk.job, rank) for rank in ranks)
+
+
+def _within(walk: Walk, rule: Rule, limit: int | None) -> Schedule | None:
+    """The order that a rule makes, its budgets cut where messages take memory, until it fits."""
+    for _ in range(_TRIES):
+        schedule = greedy(walk, rule)
+        over = _overshoot(walk, schedule, limit) if schedule else None
+        if over is None:
+            return schedule
+        less = tuple(
+            None if budget is None else budget - extra for budget, extra in zip(rule.budget_bytes, over, strict=True)
+        )
+        rule = Rule(
+            split=rule.split, turn=rule.turn, alternate=rule.alternate, patience=rule.patience, budget_bytes=less
+        )
+    return None
+
+
+def _overshoot(walk: Walk, schedule: Schedule, limit: int | None) -> list[int] | None:
+    """By how much each rank's peak is over the limit; None: it fits."""
+    if limit is None:
+        return None
+    over = [max(0, use.peak_memory_bytes - limit) for use in simulate(walk, schedule).ranks]
+    return over if any(over) else None
+
+
+def _found(walk: Walk, schedule: Schedule) -> _Found:
+    timeline = simulate(walk, schedule, memory=False)
+    return _Found(timeline.iteration_s, _longest_span_s(timeline), schedule)
+
+
+def _longest_span_s(timeline: Timeline) -> float:
+    pairs = zip(timeline.starts_s, timeline.ends_s, strict=True)
+    return max((ended[-1] - begun[0] for begun, ended in pairs if begun), default=0.0)
+
+
+def _best(found: Iterable[_Found]) -> _Found:
+    """The fastest; among equals the one with the shortest span."""
+    fastest = min(entry.iteration_s for entry in found)
+    equal = [entry for entry in found if entry.iteration_s <= fastest * (1 + _SAME)]
+    return min(equal, key=lambda entry: entry.span_s)
+
+
+def _starts(found: Sequence[_Found], best: _Found) -> list[_Found]:
+    """Where to look for better orders: from the best one, and from the best with whole backwards."""
+    whole = [
+        entry for entry in found if all(action.letter is not Letter.BACKWARD_INPUT for action in entry.schedule[0])
+    ]
+    starts = [best]
+    if whole and (other := _best(whole)).schedule != best.schedule:
+        starts.append(other)
+    return starts
