@@ -23,22 +23,26 @@ from itertools import pairwise
 from typing import Final
 
 from planner.cluster import memory_limit
-from planner.errors import NothingFitsError
-from planner.graph import LayerGraph, derive_stages, ties
+from planner.graph import LayerGraph
 from planner.profile import Profile
 from planner.schedules import ScheduleName
+from planner.search.baselines import baselines
 from planner.search.bound import cut_bound
 from planner.search.depth import Depths1F1B, Timed
 from planner.search.figures import Figures, LayerFigures
 from planner.search.incumbent import topological_orders
+from planner.search.job import job_of_cut
 from planner.search.lattice import Lattice, along, lattice_of
 from planner.search.proof import prove
 from planner.search.result import Candidate, Found
+from planner.search.shortfall import no_plan_fits
 from planner.search.space import Asked, Configuration, cheap_bound, configurations
 from planner.search.suffix import BoundedCut, Shape, SuffixBound
 from planner.simulate import Job, Walk
 
 _EQUAL: Final = 1e-9
+SCHEDULES: Final = (ScheduleName.GPIPE, ScheduleName.ONE_F_ONE_B)
+"""The schedules that are searched."""
 MOST_CUTS: Final = 300
 """Cuts timed in one configuration."""
 MOST_NODES: Final = 20_000
@@ -97,7 +101,7 @@ class _State:
 def solve(profile: Profile, asked: Asked, watch: Watch | None = None) -> Found:
     """The best plan for what is asked, with its proof.
 
-    Raises NothingFitsError where no plan fits the memory, and InputError where nothing can be searched.
+    Raises NoPlanFitsError where no plan fits the memory, and InputError where nothing can be searched.
     """
     return _Search(profile, asked, watch).run()
 
@@ -130,7 +134,7 @@ class _Search:
                 raise
             state.complete, state.interrupted = False, True
         if state.best is None:
-            raise NothingFitsError("no plan fits", hint="give more memory")
+            raise no_plan_fits(self.graph, self.asked)
         bound = min(self._least_bound(), state.best.iteration_s)
         return Found(
             asked=self.asked,
@@ -143,9 +147,13 @@ class _Search:
             pruned=len(self.configurations) - len(state.solved) if state.complete else state.pruned,
             seconds=time.monotonic() - self.started,
             alternatives=tuple(sorted(state.per_configuration.values(), key=lambda found: found.iteration_s)),
-            baselines=(),
+            baselines=baselines(self.graph, self.asked, self._sizes()),
             interrupted=state.interrupted,
         )
+
+    def _sizes(self) -> list[int]:
+        """The micro-batch sizes that were searched."""
+        return sorted({configuration.microbatch_size for configuration in self.configurations})
 
     # --- bounds -------------------------------------------------------------------------------------------------------
 
@@ -405,34 +413,3 @@ class _Search:
 
 class _OutOfTimeError(Exception):
     """The time that was given has run out."""
-
-
-def job_of_cut(
-    graph: LayerGraph,
-    asked: Asked,
-    configuration: Configuration,
-    cut: list[list[str]],
-    recompute: tuple[bool, ...] | None = None,
-) -> Job:
-    """A cut of a configuration as the time model takes it."""
-    profile = graph.profile
-    return Job(
-        stages=derive_stages(
-            graph,
-            cut,
-            ranks=range(configuration.pipeline),
-            microbatch_size=configuration.microbatch_size,
-            tensor=configuration.tensor,
-            recompute=recompute,
-            cluster=asked.cluster,
-        ),
-        num_ranks=configuration.pipeline,
-        num_microbatches=configuration.num_microbatches,
-        data=configuration.data,
-        tensor=configuration.tensor,
-        cluster=asked.cluster,
-        gradient_bytes_per_trainable_byte=profile.gradient_bytes_per_trainable_byte,
-        state_bytes_per_trainable_byte=profile.optimizer.state_bytes_per_trainable_byte,
-        step_s_per_trainable_byte=profile.optimizer.step_s_per_trainable_byte,
-        ties=ties(graph, cut, tensor=configuration.tensor),
-    )

@@ -1,0 +1,209 @@
+"""``pipeplan solve``: the best plan for so many GPUs, and the proof."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from planner.cli.console import err, out, print_json
+from planner.errors import InputError
+
+if TYPE_CHECKING:
+    from planner.graph import LayerGraph
+    from planner.plan import Plan
+    from planner.schedules import ScheduleName
+    from planner.search import Asked, Found, Progress
+
+
+class Recompute(StrEnum):
+    """Which stages run their forward again for the backward."""
+
+    AUTO = "auto"
+    NONE = "none"
+    ALL = "all"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("solve")(solve)
+
+
+def solve(
+    profile: Path | None = typer.Argument(None, help="The profile (default: the newest in profiles/)."),
+    gpus: int = typer.Option(..., min=1, help="GPUs (processes, where there is none) at most."),
+    batch: int | None = typer.Option(None, min=1, help="Samples per optimizer step (default: the profile's)."),
+    memory: str | None = typer.Option(None, help="Memory of each GPU, e.g. 80GiB (default: the profiled device's)."),
+    cluster: Path | None = typer.Option(None, help="A cluster file: nodes, links, memory."),
+    output: Path = typer.Option(Path("plan.yaml"), "-o", "--output", help="Where the plan is written."),
+    explain: bool = typer.Option(False, "--explain", help="Show the cut stage by stage too."),
+    max_seconds: float | None = typer.Option(None, min=0.0, help="Take the best plan found by then."),
+    schedule: str | None = typer.Option(None, help="Schedules to choose from, e.g. gpipe,1f1b."),
+    pipeline: str | None = typer.Option(None, help="Pipeline sizes to choose from, e.g. 2,4."),
+    microbatch: str | None = typer.Option(None, help="Micro-batch sizes to choose from, e.g. 1,2."),
+    recompute: Recompute = typer.Option(Recompute.AUTO, help="Which stages recompute: as it helps, none, all."),
+    as_json: bool = typer.Option(False, "--json", help="Print the plan, alternatives and baselines as JSON."),
+) -> None:
+    """Find the fastest plan there is for a profiled model, and prove how close to the best it is.
+
+    Exit code 3 where nothing fits, with what is missing and the smallest change that would do.
+    """
+    from planner.plan import write_plan
+    from planner.plan.build import plan_of
+    from planner.search.shortfall import NoPlanFitsError
+
+    path = profile or _newest()
+    asked, graph = _asked(path, gpus, batch, memory, cluster, max_seconds, schedule, pipeline, microbatch, recompute)
+    try:
+        found = _search(graph, asked)
+    except NoPlanFitsError as error:
+        if as_json:
+            from planner.files import plain
+
+            print_json({"missing": [plain(entry) for entry in error.missing], "smallest_change": error.smallest_change})
+        raise
+    plan = plan_of(found, profile_path=path, plan_path=output)
+    write_plan(plan, output)
+    if as_json:
+        print_json(_document(plan, found))
+    else:
+        _tell(found, explain)
+    err.print(f"wrote {output}", markup=False, soft_wrap=True)
+    if found.interrupted and max_seconds is None:
+        raise KeyboardInterrupt
+
+
+def _newest() -> Path:
+    """The newest file in profiles/, said aloud."""
+    files = sorted(Path("profiles").glob("*.json"), key=lambda file: (file.stat().st_mtime, file.name))
+    if not files:
+        raise InputError("profiles/: holds no profile", hint="make one with: pipeplan profile model.py")
+    err.print(f"profile: {files[-1]} (the newest in profiles/)", markup=False, soft_wrap=True)
+    return files[-1]
+
+
+def _asked(
+    path: Path,
+    gpus: int,
+    batch: int | None,
+    memory: str | None,
+    cluster: Path | None,
+    max_seconds: float | None,
+    schedule: str | None,
+    pipeline: str | None,
+    microbatch: str | None,
+    recompute: Recompute,
+) -> tuple[Asked, LayerGraph]:
+    """What is searched for, its defaults filled and said."""
+    from planner.cluster import read_cluster, resolve
+    from planner.graph import LayerGraph
+    from planner.profile import read_profile
+    from planner.search import Asked
+    from planner.units import parse_bytes
+
+    read = read_profile(path)
+    graph = LayerGraph.of(read)
+    return Asked(
+        gpus=gpus,
+        global_batch=batch or read.global_batch or _default_batch(graph, gpus),
+        cluster=resolve(
+            read_cluster(cluster) if cluster is not None else None,
+            read,
+            parse_bytes(memory) if memory is not None else None,
+        ),
+        schedules=_schedules(schedule),
+        pipeline=_sizes("--pipeline", pipeline),
+        microbatch=_sizes("--microbatch", microbatch),
+        recompute=recompute.value,
+        max_seconds=max_seconds,
+    ), graph
+
+
+def _default_batch(graph: LayerGraph, gpus: int) -> int:
+    from planner.search.space import largest_batch
+
+    size = largest_batch(graph, gpus)
+    err.print(
+        f"global batch: {size} samples (8 · {gpus} GPUs · the largest measured micro-batch size; --batch sets it)",
+        markup=False,
+        soft_wrap=True,
+    )
+    return size
+
+
+def _schedules(text: str | None) -> tuple[ScheduleName, ...]:
+    from planner.search.choose import SCHEDULES
+
+    if text is None:
+        return SCHEDULES
+    known = {name.value: name for name in SCHEDULES}
+    words = [word.strip() for word in text.split(",")]
+    for word in words:
+        if word not in known:
+            raise InputError(f"--schedule: {word!r} is none that is searched", hint=f"choose from {', '.join(known)}")
+    return tuple(name for word, name in known.items() if word in words)
+
+
+def _sizes(option: str, text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        sizes = tuple(sorted({int(word) for word in text.split(",")}))
+    except ValueError:
+        sizes = ()
+    if not sizes or sizes[0] < 1:
+        raise InputError(f"{option}: {text!r} is no list of sizes", hint="write whole numbers from 1 on, e.g. 2,4")
+    return sizes
+
+
+def _search(graph: LayerGraph, asked: Asked) -> Found:
+    """The search, with a line of progress on terminals."""
+    from planner.search import solve as search
+    from planner.units import format_seconds
+
+    with err.status("searching") as status:
+
+        def watch(progress: Progress) -> None:
+            best = format_seconds(progress.best_s) if progress.best_s < float("inf") else "none yet"
+            status.update(
+                f"{progress.solved} solved, {progress.pruned} ruled out of {progress.configurations} configurations; "
+                f"best {best}, bound of the next {format_seconds(progress.bound_s)}"
+            )
+
+        return search(graph.profile, asked, watch if err.is_terminal else None)
+
+
+def _tell(found: Found, explain: bool) -> None:
+    from planner.report.explain import plans_table, stages_table, why
+
+    out.print(plans_table(found))
+    for line in why(found):
+        out.print(line, markup=False, soft_wrap=True)
+    if explain:
+        out.print(stages_table(found.best))
+
+
+def _document(plan: Plan, found: Found) -> dict[str, Any]:
+    """The plan, with the best of every other configuration and the baselines."""
+    from planner.files import plain
+
+    others = [
+        {
+            "name": f"P={one.configuration.pipeline} b={one.configuration.microbatch_size} {one.schedule.value}",
+            "iteration_s": one.iteration_s,
+            "fits": True,
+        }
+        for one in found.alternatives[1:]
+    ]
+    by_hand = [
+        {
+            "name": one.name,
+            "iteration_s": one.candidate.iteration_s if one.candidate else None,
+            "fits": one.fits,
+        }
+        for one in found.baselines
+    ]
+    document: dict[str, Any] = plain(plan)
+    return document | {"alternatives": others, "baselines": by_hand}

@@ -1,0 +1,74 @@
+"""From what a search found to the plan file's records."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from planner.files import sha256_of
+from planner.plan.job import asked_of, predicted_of
+from planner.plan.plan import Batch, Parallel, Plan, PlannedModel, PlannedProfile, PlannedSchedule, Search
+from planner.search import Candidate, Found
+
+
+def plan_of(found: Found, *, profile_path: Path, plan_path: Path) -> Plan:
+    """The best plan found, as it is written to ``plan_path``: paths in it are relative to that file's folder."""
+    digest = sha256_of(profile_path)
+    asked = found.asked
+    return candidate_plan(
+        found,
+        found.best,
+        profile_path=profile_path,
+        plan_path=plan_path,
+        digest=digest,
+        search=Search(
+            gpus=asked.gpus,
+            asked=asked_of(global_batch=asked.global_batch, cluster=asked.cluster, profile_sha256=digest),
+            configurations=found.configurations,
+            solved=found.solved,
+            pruned=found.pruned,
+            proven=found.proven,
+            seconds=round(found.seconds, 3),
+        ),
+    )
+
+
+def candidate_plan(
+    found: Found, candidate: Candidate, *, profile_path: Path, plan_path: Path, digest: str, search: Search | None
+) -> Plan:
+    """Any candidate of a search as a plan."""
+    profile, configuration = found.graph.profile, candidate.configuration
+    return Plan(
+        model=PlannedModel(
+            name=profile.model.name,
+            source=_relative(profile_path.parent / profile.model.source, plan_path),
+            fingerprint=profile.model.fingerprint,
+        ),
+        profile=PlannedProfile(
+            path=_relative(profile_path, plan_path),
+            sha256=digest,
+            provenance=profile.provenance,
+            device=profile.device.name,
+        ),
+        cluster=found.asked.cluster,
+        batch=Batch(
+            global_batch=found.asked.global_batch,
+            microbatch=configuration.microbatch_size,
+            microbatches=configuration.num_microbatches,
+        ),
+        parallel=Parallel(
+            gpus=configuration.gpus,
+            pipeline=configuration.pipeline,
+            virtual=configuration.virtual,
+            data=configuration.data,
+            tensor=configuration.tensor,
+        ),
+        schedule=PlannedSchedule(name=candidate.schedule, placement=configuration.placement, warmup=candidate.warmup),
+        stages=candidate.stages,
+        predicted=predicted_of(candidate.timeline, global_batch=found.asked.global_batch, bound_s=found.bound_s),
+        search=search,
+    )
+
+
+def _relative(path: Path, plan_path: Path) -> str:
+    return Path(os.path.relpath(path, plan_path.parent)).as_posix()

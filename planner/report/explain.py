@@ -1,0 +1,144 @@
+"""Why this plan: the best plans beside what people do by hand, and what decides the winner, in lines a person reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich import box
+from rich.table import Table
+
+from planner.cluster import memory_limit
+from planner.search import Candidate, Found
+from planner.units import format_bytes, format_seconds
+
+
+def plans_table(found: Found, *, most: int = 6) -> Table:
+    """The best plan of each configuration, fastest first, then the baselines."""
+    table = _table("plan", "GPUs", "b · M", "schedule", "iteration", "ratio", "bubble", "memory", left=("schedule",))
+    for place, candidate in enumerate(found.alternatives[:most]):
+        style = "bold" if place == 0 else ""
+        table.add_row(*_row(found, "best" if place == 0 else "next best", candidate), style=style)
+    table.add_section()
+    for baseline in found.baselines:
+        if baseline.candidate is None:
+            table.add_row(baseline.name, "", "", "cannot be made")
+        else:
+            *figures, memory = _row(found, baseline.name, baseline.candidate)
+            table.add_row(*figures, memory if baseline.fits else f"{memory} (!)")
+    return table
+
+
+def _table(*headings: str, left: tuple[str, ...] = ()) -> Table:
+    """A table without walls; the first column and those named stand to the left, numbers to the right."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True, header_style="bold")
+    for place, heading in enumerate(headings):
+        to_left = place == 0 or heading in left
+        table.add_column(heading, justify="left" if to_left else "right", no_wrap=heading != "layers")
+    return table
+
+
+def _row(found: Found, name: str, candidate: Candidate) -> tuple[str, ...]:
+    shape = candidate.configuration
+    return (
+        name,
+        str(shape.gpus),
+        f"{shape.microbatch_size} · {shape.num_microbatches}",
+        candidate.schedule.value,
+        format_seconds(candidate.iteration_s),
+        f"{candidate.iteration_s / found.best.iteration_s:.3f}" if found.best.iteration_s else "",
+        f"{candidate.timeline.bubble_fraction:.1%}",
+        format_bytes(candidate.peak_memory_bytes),
+    )
+
+
+def why(found: Found) -> Iterator[str]:
+    """A few lines: how good it is, what is proven, what it is held up by, what it wins over."""
+    best = found.best
+    yield _headline(found)
+    yield _proof(found)
+    yield from _fewer_gpus(found)
+    yield _bottleneck(best)
+    yield from _against_baselines(found)
+
+
+def _headline(found: Found) -> str:
+    best, shape = found.best, found.best.configuration
+    rate = found.asked.global_batch / best.iteration_s if best.iteration_s else 0.0
+    depth = f", warm-up {' '.join(map(str, best.warmup))}" if best.warmup else ""
+    return (
+        f"{_gpus(shape.gpus)}: {shape.pipeline} pipeline stages, {shape.num_microbatches} micro-batches of "
+        f"{shape.microbatch_size}, {best.schedule.value}{depth}: {format_seconds(best.iteration_s)} an iteration, "
+        f"{rate:.4g} samples/s"
+    )
+
+
+def _proof(found: Found) -> str:
+    names = " or ".join(name.value for name in found.asked.schedules)
+    counted = f"{found.configurations} configurations: {found.solved} solved, {found.pruned} ruled out by their bound"
+    if found.proven:
+        said = f"no cut is faster under {names} at any warm-up depth (proven)"
+    elif found.interrupted:
+        said = "the search was ended early: something faster may be left"
+    else:
+        said = "more cuts than could be looked at lie below it: something faster may be left"
+    return f"{said}; no order of actions at all can win more than {found.gap:.2%} ({counted})"
+
+
+def _fewer_gpus(found: Found) -> Iterator[str]:
+    asked, used = found.asked.gpus, found.best.configuration.gpus
+    if used == asked:
+        return
+    more = [candidate for candidate in found.alternatives if candidate.configuration.gpus > used]
+    beside = f": the best plan found with {more[0].configuration.gpus} takes {format_seconds(more[0].iteration_s)}"
+    yield f"use {used} of the {asked} GPUs; more would not be faster{beside if more else ''}"
+
+
+def _bottleneck(best: Candidate) -> str:
+    slowest = max(best.timeline.ranks, key=lambda use: use.busy_s)
+    stage = next(stage for stage in best.stages if stage.rank == slowest.rank)
+    share = slowest.busy_s / best.iteration_s if best.iteration_s else 0.0
+    first, last = stage.layers[0], stage.layers[-1]
+    named = first if first == last else f"{first} to {last}"
+    return (
+        f"the slowest stage is {stage.stage} ({named}), busy {share:.1%} of the iteration; "
+        f"stages differ by {best.unevenness - 1:.1%} (largest over mean)"
+    )
+
+
+def _against_baselines(found: Found) -> Iterator[str]:
+    limit = memory_limit(found.asked.cluster)
+    for baseline in found.baselines:
+        if baseline.candidate is None or not found.best.iteration_s:
+            continue
+        times = baseline.candidate.iteration_s / found.best.iteration_s
+        if not baseline.fits and limit is not None:
+            over = baseline.candidate.peak_memory_bytes - limit
+            yield f"{baseline.name}: does not fit, {format_bytes(over)} too much on one GPU"
+        elif times > 1 + 1e-9:
+            yield f"{times:.3g} times as fast as {baseline.name}"
+        else:
+            yield f"as fast as {baseline.name}"
+
+
+def _gpus(count: int) -> str:
+    return "1 GPU" if count == 1 else f"{count} GPUs"
+
+
+def stages_table(candidate: Candidate) -> Table:
+    """The cut: what each stage holds and costs; share is its load over the mean one."""
+    table = _table("stage", "layers", "F", "B", "share", "parameters", "sends", "memory", left=("layers",))
+    loads = [stage.forward_s + stage.backward_input_s + stage.backward_weight_s for stage in candidate.stages]
+    mean = sum(loads) / len(loads)
+    for stage, load in zip(candidate.stages, loads, strict=True):
+        names = stage.layers
+        table.add_row(
+            str(stage.stage),
+            names[0] if len(names) == 1 else f"{names[0]}…{names[-1]} ({len(names)})",
+            format_seconds(stage.forward_s),
+            format_seconds(stage.backward_input_s + stage.backward_weight_s),
+            f"{load / mean:.1%}" if mean else "",
+            format_bytes(stage.parameter_bytes),
+            format_bytes(sum(entry.bytes for entry in stage.sends)) if stage.sends else "",
+            format_bytes(candidate.timeline.ranks[stage.rank].peak_memory_bytes),
+        )
+    return table

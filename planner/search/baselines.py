@@ -1,0 +1,98 @@
+"""What people do by hand, under the same time model: one GPU, an even split by layers, an even split by parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+from planner.cluster import memory_limit
+from planner.graph import LayerGraph
+from planner.schedules import Placement, ScheduleName, build, default_warmup
+from planner.search.job import job_of_cut
+from planner.search.result import Baseline, Candidate
+from planner.search.space import Asked, Configuration
+from planner.simulate import simulate
+
+Split = Callable[[LayerGraph, int], list[list[str]]]
+
+
+def baselines(graph: LayerGraph, asked: Asked, sizes: Sequence[int]) -> tuple[Baseline, ...]:
+    """Each at the measured micro-batch size that suits it best, under 1F1B as it comes."""
+    most = min(asked.gpus, len(graph))
+    made = [_best("one GPU", graph, asked, sizes, 1, even_by_count)]
+    if most > 1:
+        made.append(_best("even by layers", graph, asked, sizes, most, even_by_count))
+        made.append(_best("even by parameters", graph, asked, sizes, most, even_by_parameters))
+    return tuple(made)
+
+
+def _best(name: str, graph: LayerGraph, asked: Asked, sizes: Sequence[int], ranks: int, split: Split) -> Baseline:
+    limit = memory_limit(asked.cluster)
+    best: tuple[bool, float, Candidate] | None = None
+    for size in sizes:
+        if asked.global_batch % size == 0:
+            candidate = by_hand(graph, asked, split(graph, ranks), size)
+            fits = limit is None or candidate.peak_memory_bytes <= limit
+            if best is None or (not fits, candidate.iteration_s) < best[:2]:
+                best = (not fits, candidate.iteration_s, candidate)
+    if best is None:
+        return Baseline(name=name, candidate=None, fits=False)
+    return Baseline(name=name, candidate=best[2], fits=not best[0])
+
+
+def by_hand(graph: LayerGraph, asked: Asked, cut: list[list[str]], microbatch_size: int) -> Candidate:
+    """A given cut under plain 1F1B."""
+    configuration = Configuration(
+        pipeline=len(cut),
+        data=1,
+        tensor=1,
+        virtual=1,
+        placement=Placement.LOOP,
+        microbatch_size=microbatch_size,
+        num_microbatches=asked.global_batch // microbatch_size,
+    )
+    ranks, count = configuration.pipeline, configuration.num_microbatches
+    warmup = default_warmup(ScheduleName.ONE_F_ONE_B, num_ranks=ranks, virtual=1, num_microbatches=count)
+    schedule = build(
+        ScheduleName.ONE_F_ONE_B,
+        num_ranks=ranks,
+        virtual=1,
+        num_microbatches=count,
+        placement=Placement.LOOP,
+        warmup=warmup,
+    )
+    job = job_of_cut(graph, asked, configuration, cut)
+    return Candidate(
+        configuration=configuration,
+        job=job,
+        schedule=ScheduleName.ONE_F_ONE_B,
+        warmup=warmup,
+        timeline=simulate(job, schedule),
+    )
+
+
+def even_by_count(graph: LayerGraph, num_stages: int) -> list[list[str]]:
+    """The same number of layers in each stage, give or take one, in the profile's order."""
+    marks = [stage * len(graph) // num_stages for stage in range(num_stages + 1)]
+    return [list(graph.names[low:high]) for low, high in pairwise(marks)]
+
+
+def even_by_parameters(graph: LayerGraph, num_stages: int) -> list[list[str]]:
+    """A cut wherever the parameters so far reach the next equal share; no stage is empty."""
+    total = sum(layer.parameter_bytes for layer in graph.layers)
+    made: list[list[str]] = [[]]
+    held = 0
+    for index, layer in enumerate(graph.layers):
+        left = len(graph) - index  # layers still to place, this one among them
+        share = total * len(made) / num_stages
+        over = held + layer.parameter_bytes / 2 > share
+        if made[-1] and len(made) < num_stages and (over or left <= num_stages - len(made)):
+            made.append([])
+        made[-1].append(layer.name)
+        held += layer.parameter_bytes
+    while (
+        len(made) < num_stages
+    ):  # the parameters ended too soon: take single layers off the front stages that have more
+        longest = max(range(len(made)), key=lambda stage: len(made[stage]))
+        made[longest : longest + 1] = [made[longest][:-1], made[longest][-1:]]
+    return made
