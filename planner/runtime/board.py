@@ -86,7 +86,7 @@ class Writer:
         self._memory = memory
         self._process = process
         self._offset = process * _SLOT_BYTES
-        self._signs = 0
+        (self._signs,) = _COUNT.unpack_from(memory, self._offset + 8)
 
     def start(self, pid: int) -> None:
         """Say which process this is."""

@@ -6,7 +6,7 @@ The same code trains a plan on many processes, and K = 1, one stage that holds e
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,12 +34,12 @@ from planner.schedules import Action
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """How a step's samples are laid out: G = b · M · D; this process trains replica ``replica`` of D."""
+    """How a step's samples are laid out: G = b · M · D; this process trains ``replicas`` of 0..D-1 in turn."""
 
     microbatch_size: int
     num_microbatches: int
     data: int = 1
-    replica: int = 0
+    replicas: tuple[int, ...] = (0,)
 
 
 def routes_of(capture: Capture, programs: Sequence[StageProgram], ranks: Sequence[int]) -> Routes:
@@ -75,16 +75,16 @@ class Trainer:
         seed: int,
         device: torch.device,
         transport: Transport | None,
-        replicas: Any,
+        group: Any,
         board: Writer,
     ) -> None:
-        """``replicas``: the group of this rank's D replicas, None where D = 1."""
+        """``group``: of this rank's replicas on other processes; None where there are none."""
         self.rank = program.rank
         self._shape = shape
         self._seed = seed
         self._device = device
         self._transport = transport
-        self._replicas = replicas
+        self._group = group
         self._board = board
         self._tied = {name for name, _ in found.ties}
         self._order = tuple(step.action for step in program.steps)
@@ -109,38 +109,53 @@ class Trainer:
 
     def step(self, step: int, batch: Batch) -> StepRecord:
         """Train one step on a global batch."""
-        shape, board = self._shape, self._board
-        first = shape.replica * shape.num_microbatches
-        numbers = range(first, first + shape.num_microbatches)
         batch = to_device(batch, self._device)
-        microbatches = [microbatch(batch, number, size=shape.microbatch_size) for number in numbers]
-        keys = [RandomKey(self._seed, step, number) for number in numbers]
         if self._steps_done == 0 and self._device.type == "cpu":
             with LivePeak() as live:
-                losses, spans = self._gradients(microbatches, keys)
+                losses, spans = self._gradients(step, batch)
             self._live_bytes = live.peak_bytes
         else:
-            losses, spans = self._gradients(microbatches, keys)
+            losses, spans = self._gradients(step, batch)
         self._steps_done += 1
-        board.at(State.OPTIMIZER)
+        self._board.at(State.OPTIMIZER)
         if self._optimizer is not None:
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)
         return StepRecord(spans=spans, end=self._stopwatch.mark(), losses=self._loss_values(losses))
 
-    def _gradients(
-        self, microbatches: Sequence[Batch], keys: Sequence[RandomKey]
-    ) -> tuple[dict[int, Tensor], tuple[Span, ...]]:
+    def _gradients(self, step: int, batch: Batch) -> tuple[list[Tensor], tuple[Span, ...]]:
         """All actions, and every parameter's gradient of the whole batch in its ``.grad``."""
-        losses, spans = self._executor.run(microbatches, keys)
-        self._board.at(State.GRADIENTS)
-        totals = self._executor.sum_tied()
-        for stage in self._stages.values():
-            stage.finish_gradients(totals)
-        if self._replicas is not None:
+        losses: list[Tensor] = []
+        sums: dict[str, Tensor] = {}
+        spans: tuple[Span, ...] = ()
+        for replica in self._shape.replicas:
+            made, spans = self._executor.run(*self._share(step, batch, replica))
+            losses += [made[m] for m in sorted(made)]
+            self._board.at(State.GRADIENTS)
+            totals = self._executor.sum_tied()
+            for stage in self._stages.values():
+                stage.finish_gradients(totals)
+            if len(self._shape.replicas) > 1:
+                self._add_to(sums)
+        if self._group is not None:
             self._sum_over_replicas()
         self._executor.next_step()
         return losses, spans
+
+    def _share(self, step: int, batch: Batch, replica: int) -> tuple[list[Batch], list[RandomKey]]:
+        """A replica's micro-batches, and what their random numbers hang on."""
+        shape = self._shape
+        numbers = range(replica * shape.num_microbatches, (replica + 1) * shape.num_microbatches)
+        return (
+            [microbatch(batch, number, size=shape.microbatch_size) for number in numbers],
+            [RandomKey(self._seed, step, number) for number in numbers],
+        )
+
+    def _add_to(self, sums: dict[str, Tensor]) -> None:
+        """Add up the gradients of replicas trained one after another; ``.grad`` is the sum so far."""
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None:
+                sums[name] = parameter.grad = sums[name] + parameter.grad if name in sums else parameter.grad
 
     def _sum_over_replicas(self) -> None:
         """Add up the replicas' gradients, each already scaled by 1/(M · D); in one go per data type.
@@ -154,19 +169,19 @@ class Trainer:
                 buckets.setdefault(bucket, []).append(parameter.grad)
         for gradients in buckets.values():
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-            self._replicas.allreduce([flat]).wait()
+            self._group.allreduce([flat]).wait()
             for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
                 gradient.copy_(part.view(gradient.shape))
 
-    def _loss_values(self, losses: Mapping[int, Tensor]) -> tuple[float, ...]:
+    def _loss_values(self, losses: Sequence[Tensor]) -> tuple[float, ...]:
         """The losses of all micro-batches of all replicas, in their order; none where no loss is made on this rank."""
         if not self._has_loss:
             return ()
-        row = torch.stack([losses[m].double() for m in sorted(losses)])
-        if self._replicas is None:
+        row = torch.stack([loss.double() for loss in losses])
+        if self._group is None:
             return tuple(row.tolist())
         rows = [torch.empty_like(row) for _ in range(self._shape.data)]
-        self._replicas.allgather([rows], [row]).wait()
+        self._group.allgather([rows], [row]).wait()
         return tuple(torch.cat(rows).tolist())
 
     @property

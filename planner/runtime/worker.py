@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from planner.capture import Batch, Capture, ModelFile, capture, load_model_file
 from planner.errors import InputError
-from planner.runtime.board import Board, State, Writer
+from planner.runtime.board import Board, State
 from planner.runtime.failure import Failure, place, raised
 from planner.runtime.figures import RankFigures
 from planner.runtime.job import RunJob
@@ -57,7 +57,7 @@ def main(job: RunJob) -> None:
         store = PrefixStore(STORE_PREFIX, store)
         rank, _ = job.place_of(global_rank)
         try:
-            _Worker(job, global_rank, local_rank, store, writer).run()
+            _Worker(job, global_rank, local_rank, store, board).run()
         except LostContactError as error:
             time.sleep(GRACE_S)  # the launcher ends this process as soon as the failed one's words are known
             _tell(store, Failure(message=f"{place(rank, board.read(local_rank), job.schedule[rank])}: {error}"))
@@ -90,13 +90,14 @@ def _end_with_parent() -> None:
 class _Worker:
     """One process of a run."""
 
-    def __init__(self, job: RunJob, global_rank: int, local_rank: int, store: Store, writer: Writer) -> None:
+    def __init__(self, job: RunJob, global_rank: int, local_rank: int, store: Store, board: Board) -> None:
         self.job = job
         self.global_rank = global_rank
         self.rank, self.replica = job.place_of(global_rank)
         self.store = store
         self.verified: dict[str, Any] | None = None
-        self.writer = writer
+        self.writer = board.writer(local_rank)
+        self.quiet = board.quiet(local_rank)
         self.device = torch.device("cuda", local_rank) if job.device == "cuda" else torch.device("cpu")
         if job.device == "cuda":
             torch.cuda.set_device(self.device)
@@ -153,9 +154,9 @@ class _Worker:
             arrived=mine.arrived,
             device=self.device,
         )
-        replicas = None
+        group = None
         if plan.parallel.data > 1:
-            replicas = communicators.make(f"replicas{self.rank}", self.replica, plan.parallel.data)
+            group = communicators.make(f"replicas{self.rank}", self.replica, plan.parallel.data)
         self.transport = transport
         return Trainer(
             model_file=model_file,
@@ -168,12 +169,12 @@ class _Worker:
                 microbatch_size=plan.batch.microbatch,
                 num_microbatches=plan.batch.microbatches,
                 data=plan.parallel.data,
-                replica=self.replica,
+                replicas=(self.replica,),
             ),
             seed=job.seed,
             device=self.device,
             transport=transport,
-            replicas=replicas,
+            group=group,
             board=self.writer,
         )
 
@@ -234,7 +235,7 @@ class _Worker:
             for _ in weights:
                 pass
         else:
-            self.verified = compare(reference, weights, losses.tolist(), exact=self.job.plan.parallel.data == 1)
+            self.verified = compare(reference, weights, losses.tolist(), exact=self.job.plan.parallel.data <= 2)
 
     def _loss_rank(self) -> int:
         """The process that makes the loss, of the first replica."""
@@ -274,14 +275,19 @@ class _Worker:
         if not job.verify_steps or self.global_rank:
             return None
         self.writer.at(State.VERIFYING)
+        plan = job.plan
         return train_whole(
             model_file,
             captured,
             batches=self._batches(model_file),
             num_steps=job.verify_steps,
-            microbatch_size=job.plan.batch.microbatch,
-            num_microbatches=job.plan.batch.microbatches * job.plan.parallel.data,
+            shape=Shape(
+                microbatch_size=plan.batch.microbatch,
+                num_microbatches=plan.batch.microbatches,
+                data=plan.parallel.data,
+                replicas=tuple(range(plan.parallel.data)),
+            ),
             seed=job.seed,
             device=self.device,
-            board=self.writer,
+            board=self.quiet,
         )
