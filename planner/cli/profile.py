@@ -166,7 +166,7 @@ def _report(measured: Measured, change: Difference | None, earlier: Profile | No
         markup=False,
         soft_wrap=True,
     )
-    table = Table(box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False, collapse_padding=True)
     for heading in ("micro-batch", "F", "I", "W", "samples/s", "saved", "spread", "error", "largest"):
         table.add_column(heading, justify="right")
     for row, accuracy in enumerate(measured.accuracy):

@@ -30,6 +30,8 @@ FORETOLD = (3, 5)
 PASSES = 3
 """Timed passes of a cut in one visit; one before them fills its gradients, which are freed after them."""
 MOST_VISITS, FEWEST_VISITS = 5, 2
+SMALLEST_RUN = 0.05
+"""Of the whole: what is smaller limits no pipeline, and is mostly the cost of entering a stage."""
 ENOUGH_S = 60.0
 """Large models get fewer visits, so that timing takes about this long."""
 
@@ -51,7 +53,7 @@ class LayerSeconds:
 class Timed:
     """All layers at one micro-batch size.
 
-    ``split_cost``: what I and then W take over a whole B, minus 1. ``errors``: of every foretold run's F + B, what its
+    ``split_cost``: what I and then W take over a whole B, minus 1. ``errors``: of the F + B of each foretold run that is not tiny, what its
     layers add up to over what it took, minus 1.
     """
 
@@ -177,10 +179,11 @@ class _Subject:
         )
         whole = self._fitted[0]
         both = [f + b for f, b in zip(forward, backward, strict=True)]
+        foretold = [run for series in self._foretold for run in series.runs(*_WHOLE)]
         return Timed(
             layers=layers,
             split_cost=whole.medians(*_SPLIT)[0] / whole.medians(Letter.BACKWARD)[0] - 1,
-            errors=errors(both, [run for series in self._foretold for run in series.runs(*_WHOLE)]),
+            errors=errors(both, [run for run in foretold if run.seconds >= SMALLEST_RUN * sum(both)]),
         )
 
     def _figures(self, letter: Letter) -> tuple[float, ...]:
