@@ -15,15 +15,18 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.command import pipeplan, refused
-from support.plans import plans, profiles, save
+from support.plans import chain_profile, plans, profiles, save
 
 from planner.cluster import Cluster
 from planner.files import sha256_of
+from planner.profile import write_profile
 
 # Every command that reads a file, with {} where the file stands, and how the file is made that it expects.
 READERS = {
     "profile": ["profile", "{}", "--device", "cpu"],
+    "solve": ["solve", "{}", "--gpus", "2"],
     "check": ["check", "{}"],
+    "simulate": ["simulate", "{}"],
     "run": ["run", "{}"],
     "import pipedream": ["import", "{}", "--from", "pipedream", "--microbatch-size", "1"],
     "import dnn-partitioning": ["import", "{}", "--from", "dnn-partitioning"],
@@ -122,6 +125,16 @@ def test_a_file_of_another_kind_is_not_overwritten(tmp_path: Path) -> None:
         (["schema", "plan", "more"], "Got unexpected extra argument"),
         (["check"], "Missing argument 'PLAN'; see pipeplan check --help"),
         (["check", "x", "--jsno"], "No such option: --jsno"),
+        (["solve", "--gpus", "2"], "profiles"),
+        (["solve", "x"], "Missing option '--gpus'"),
+        (["solve", "x", "--gpus", "0"], "Invalid value for '--gpus': "),
+        (["solve", "chain.json", "--gpus", "2", "--memory", "much"], "'much' is no amount of memory"),
+        (["solve", "chain.json", "--gpus", "2", "--schedule", "magic"], "magic"),
+        (["solve", "chain.json", "--gpus", "2", "--pipeline", "1,two"], "'1,two'"),
+        (["solve", "x", "--gpus", "2", "--recompute", "often"], "Invalid value for '--recompute': "),
+        (["profile", "x", "--microbatch", "1,two"], "--microbatch '1,two' is no list of sizes"),
+        (["profile", "x", "--device", "tpu"], "Invalid value for '--device': "),
+        (["run", "x", "--steps", "none"], "Invalid value for '--steps': "),
         (["import", "x"], "Missing option '--from'"),
         (["import", "x", "--from", "y"], "Invalid value for '--from': 'y' is not one of"),
         (["import", "x", "--from", "piper", "--microbatch-size", "0"], "Invalid value for '--microbatch-size': "),
@@ -129,7 +142,9 @@ def test_a_file_of_another_kind_is_not_overwritten(tmp_path: Path) -> None:
         (["import", "x", "--from", "piper", "-o"], "Option '-o' requires an argument"),
     ],
 )
-def test_words_that_are_wrong(words: list[str], said: str) -> None:
+def test_words_that_are_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_profile(chain_profile(2), tmp_path / "chain.json")
     line = refused(pipeplan(*words))
     assert said in line
     assert "Value error" not in line
@@ -225,7 +240,7 @@ def test_a_damaged_plan_is_never_a_traceback(data: st.DataObject) -> None:
         else:
             content = yaml.safe_dump(_damage(data.draw, yaml.safe_load(path.read_text()))).encode()
         path.write_bytes(content)
-        _answers_well("check", path)
+        _answers_well(data.draw(st.sampled_from(["check", "simulate"])), path)
         assert path.read_bytes() == content
 
 
@@ -245,6 +260,36 @@ def test_a_damaged_profile_is_never_a_traceback(data: st.DataObject) -> None:
         path.write_text(path.read_text().replace(before, sha256_of(file)))
         _answers_well("check", path)
         assert file.read_bytes() == content
+        assert {entry.name for entry in file.parent.iterdir()} == {"profile.json", "plan.yaml"}
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_solving_a_damaged_profile_is_never_a_traceback(data: st.DataObject) -> None:
+    profile = data.draw(profiles(max_layers=3))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "profile.json"
+        write_profile(profile, path)
+        path.write_text(json.dumps(_damage(data.draw, json.loads(path.read_text()))))
+        _answers_well("solve", path, "--gpus", 2, "--batch", 4, "-o", Path(folder) / "plan.yaml")
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_a_damaged_cluster_is_never_a_traceback(data: st.DataObject) -> None:
+    link = {"latency_s": 1e-6, "bandwidth_bytes_per_s": 1e9}
+    cluster = {
+        "gpus_per_node": 2,
+        "memory_bytes": "a100-40gb",
+        "links": {"intra_node": link, "inter_node": link},
+        "overlap": True,
+        "memory_reserve_fraction": 0.1,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        profile, path = Path(folder) / "profile.json", Path(folder) / "cluster.yaml"
+        write_profile(chain_profile(3), profile)
+        path.write_text(yaml.safe_dump(_damage(data.draw, cluster)))
+        _answers_well("solve", profile, "--gpus", 2, "--cluster", path, "-o", Path(folder) / "plan.yaml")
 
 
 IMPORTED: dict[str, Any] = {
