@@ -61,22 +61,28 @@ class CpuClock:
         return [max(0, after - before) * 1e-9 for before, after in pairwise(self._marks)]
 
 
+CYCLES_PER_S = 2e9
+"""About what a GPU's clock makes; it only decides how long a device sleeps."""
+
+
 class CudaClock:
     """On a CUDA device calls only queue: events on the stream tell when each action's kernels ended.
 
-    The device first sleeps a while, so that kernels queue up behind and none waits for Python within the measured row,
-    as in training, where the CPU runs ahead; a row that takes Python longer than that to queue shows Python's pace.
+    The device first sleeps as long as Python took to queue the row before, so that kernels queue up and none waits for
+    Python within the measured row, as in training, where the CPU runs ahead.
     """
 
-    def __init__(self, *, head_start_cycles: int = 20_000_000) -> None:
+    def __init__(self) -> None:
         self._events: list[torch.cuda.Event] = []
-        self._head_start_cycles = head_start_cycles
+        self._queueing_s = 0.0
+        self._started = 0.0
 
     def start(self) -> None:
         """Wait for the device, give Python its head start, set the first mark."""
         torch.cuda.synchronize()
-        torch.cuda._sleep(self._head_start_cycles)
+        torch.cuda._sleep(int(1.5 * self._queueing_s * CYCLES_PER_S))
         self._events = []
+        self._started = time.perf_counter()
         self.mark()
 
     def mark(self) -> None:
@@ -87,6 +93,7 @@ class CudaClock:
 
     def seconds(self) -> list[float]:
         """The time between events."""
+        self._queueing_s = time.perf_counter() - self._started
         torch.cuda.synchronize()
         return [before.elapsed_time(after) * 1e-3 for before, after in pairwise(self._events)]
 

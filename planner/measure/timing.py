@@ -53,8 +53,8 @@ class LayerSeconds:
 class Timed:
     """All layers at one micro-batch size.
 
-    ``split_cost``: what I and then W take over a whole B, minus 1. ``errors``: of the F + B of each foretold run that is
-    not tiny, what its layers add up to over what it took, minus 1.
+    ``split_cost``: what I and then W take over a whole B, minus 1. ``errors``: of the F + B of each foretold run that
+    is not tiny, what its layers add up to over what it took, minus 1.
     """
 
     layers: tuple[LayerSeconds, ...]
