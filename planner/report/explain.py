@@ -88,9 +88,11 @@ def _fewer_gpus(found: Found) -> Iterator[str]:
     asked, used = found.asked.gpus, found.best.configuration.gpus
     if used == asked:
         return
-    more = [candidate for candidate in found.alternatives if candidate.configuration.gpus > used]
-    beside = f": the best plan found with {more[0].configuration.gpus} takes {format_seconds(more[0].iteration_s)}"
-    yield f"use {used} of the {asked} GPUs; more would not be faster{beside if more else ''}"
+    beside = next((one for one in found.alternatives if one.configuration.gpus > used), None)
+    more = ""
+    if beside is not None:
+        more = f": the best plan found with {beside.configuration.gpus} takes {format_seconds(beside.iteration_s)}"
+    yield f"use {used} of the {asked} GPUs; more would not be faster{more}"
 
 
 def _bottleneck(best: Candidate) -> str:
