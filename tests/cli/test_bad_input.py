@@ -27,6 +27,7 @@ READERS = {
     "solve": ["solve", "{}", "--gpus", "2"],
     "check": ["check", "{}"],
     "simulate": ["simulate", "{}"],
+    "export": ["export", "{}", "--to", "torch-csv"],
     "run": ["run", "{}"],
     "import pipedream": ["import", "{}", "--from", "pipedream", "--microbatch-size", "1"],
     "import dnn-partitioning": ["import", "{}", "--from", "dnn-partitioning"],
