@@ -8,6 +8,7 @@ from pathlib import Path
 import typer
 
 from planner.cli.console import err, out
+from planner.errors import InputError
 
 
 class Source(StrEnum):
@@ -16,6 +17,7 @@ class Source(StrEnum):
     PIPEDREAM = "pipedream"
     DNN_PARTITIONING = "dnn-partitioning"
     PIPER = "piper"
+    TORCH_CSV = "torch-csv"
 
 
 def register(app: typer.Typer) -> None:
@@ -26,21 +28,48 @@ def register(app: typer.Typer) -> None:
 def import_(
     file: Path = typer.Argument(metavar="FILE", help="The file to read.", show_default=False),
     source: Source = typer.Option(
-        ..., "--from", metavar="SYSTEM", help="pipedream, dnn-partitioning or piper.", show_default=False
+        ..., "--from", metavar="SYSTEM", help="pipedream, dnn-partitioning, piper or torch-csv.", show_default=False
     ),
     microbatch_size: int = typer.Option(
         None, min=1, help="Samples that the file's times are for (pipedream needs it; others: 1).", show_default=False
     ),
+    plan: Path = typer.Option(None, "--plan", help="The plan that a torch-csv schedule is for.", show_default=False),
     output: Path = typer.Option(
-        None, "-o", "--output", help="The file to write (default: profiles/<name>.json).", show_default=False
+        None,
+        "-o",
+        "--output",
+        help="The file to write (default: profiles/<name>.json; torch-csv: <name>.yaml beside the plan).",
+        show_default=False,
     ),
 ) -> None:
-    """Read another system's profile into one of ours, to plan with.
+    """Read another system's profile into one of ours, to plan with; or a schedule into a plan.
 
     pipedream: graph.txt. dnn-partitioning and piper: their JSON. Times become seconds; half of the backward each counts
     as I and as W.
+
+    torch-csv: a schedule as torch.distributed.pipelining writes it, a row a rank, becomes the plan's own actions.
     """
-    _import_profile(file, source, microbatch_size, output)
+    if source is Source.TORCH_CSV:
+        _import_schedule(file, plan, output)
+    else:
+        _import_profile(file, source, microbatch_size, output)
+
+
+def _import_schedule(file: Path, plan: Path | None, output: Path | None) -> None:
+    from planner.exchange.torch_csv import import_torch_csv
+    from planner.files import check_replaceable
+    from planner.plan import write_plan
+
+    if plan is None:
+        raise InputError(f"{file}: a schedule says nothing of stages", hint="name the plan it is for with --plan")
+    goal = output or plan.with_name(f"{file.stem}.yaml")
+    made, remarks = import_torch_csv(file, plan_path=plan, goal=goal)
+    check_replaceable(goal, "pipeplan-plan")
+    write_plan(made, goal)
+    for remark in remarks:
+        err.print(f"remark: {remark}", markup=False, soft_wrap=True)
+    actions = sum(len(text.split()) for text in made.actions or ())
+    out.print(f"{goal}: {actions} actions on {made.parallel.pipeline} ranks", markup=False, soft_wrap=True)
 
 
 def _import_profile(file: Path, source: Source, microbatch_size: int | None, output: Path | None) -> None:

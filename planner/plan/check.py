@@ -78,7 +78,7 @@ def check_plan(plan: Plan, profile: Profile) -> PlanCheck:
     predicted = predicted_of(
         simulate(job_of(fresh, profile), schedule),
         global_batch=plan.batch.global_batch,
-        bound_s=_bound_that_holds(plan, cluster),
+        bound_s=bound_that_holds(plan, cluster),
     )
     stale = [*_stale_stages(plan.stages, stages), *_stale_prediction(plan.predicted, predicted)]
     search = plan.search
@@ -93,7 +93,7 @@ def check_plan(plan: Plan, profile: Profile) -> PlanCheck:
     )
 
 
-def _bound_that_holds(plan: Plan, cluster: Cluster) -> float | None:
+def bound_that_holds(plan: Plan, cluster: Cluster) -> float | None:
     """The plan's bound, if its global batch, cluster and profile are still those that it was proven for."""
     if plan.search is None or plan.predicted is None:
         return None
