@@ -2,6 +2,7 @@
 
 from planner.capture.batch import Batch, microbatch
 from planner.capture.capture import Capture, CapturedEdge, CapturedLayer, CapturedTensor, capture
+from planner.capture.eager import EagerReference
 from planner.capture.model_file import ModelFile, load_model_file
 from planner.capture.program import Boundary, Leaf, StageProgram
 from planner.capture.seeds import RandomKey, RandomStream
@@ -14,6 +15,7 @@ __all__ = [
     "CapturedEdge",
     "CapturedLayer",
     "CapturedTensor",
+    "EagerReference",
     "Forwarded",
     "Leaf",
     "ModelFile",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import fx, nn
@@ -47,7 +48,7 @@ def settled(
         live = [node for node in flow.live if flow.kinds[node] is Kind.ACTIVATION and node.op != "placeholder"]
         parts = cutting.segments(
             live,
-            scopes=lifted.scopes,
+            lifted=lifted,
             root=module,
             work=lambda node: seen.facts[node].flops + 10.0 * _numel(seen, node),  # noqa: B023 - used within the round
             granularity=granularity,
@@ -66,7 +67,7 @@ def settled(
         layer_of=layer_of,
         crossing=crossing,
         names=_names(parts, crossing, layer_of, flow),
-        order_only=_order_only(parts, layer_of, seen, flow),
+        order_only=_order_only(parts, layer_of, crossing, lifted, seen, flow),
     )
 
 
@@ -130,6 +131,7 @@ def _insert_copy(lifted: Lifted, node: fx.Node, *, after: fx.Node, readers: list
     with lifted.graph.inserting_after(after):
         copy = lifted.graph.call_function(torch.ops.aten.clone.default, (node,))
     lifted.scopes[copy] = lifted.scopes.get(node, ())
+    lifted.copies.add(copy)
     for reader in readers:
         reader.replace_input_with(node, copy)
 
@@ -146,7 +148,7 @@ def _crossing(
         for node in part.nodes:
             for used in node.all_input_nodes:
                 if layer_of.get(used, index) != index:
-                    flows = seen.facts[node].flows and seen.facts[used].requires_grad
+                    flows = node in flow.flows and seen.facts[used].requires_grad
                     crossing[used][index] = flows or crossing[used].get(index, False)
     return dict(sorted(crossing.items(), key=lambda item: flow.order[item[0]]))
 
@@ -197,9 +199,18 @@ def _rebuilt_together(
 
 
 def _order_only(
-    parts: list[Segment], layer_of: dict[fx.Node, int], seen: Trace, flow: Dataflow
+    parts: list[Segment],
+    layer_of: dict[fx.Node, int],
+    crossing: dict[fx.Node, dict[int, bool]],
+    lifted: Lifted,
+    seen: Trace,
+    flow: Dataflow,
 ) -> frozenset[tuple[int, int]]:
-    """Pairs of layers whose order matters: the first reads a storage that the second changes."""
+    """Pairs of layers of which the first must not come later than the second, beyond what their tensors say.
+
+    One reads a storage that the other changes in place; or both add to one gradient that has more than two parts: these
+    are added in the order of layers, so that order must hold across stages (two parts can be added in any).
+    """
     pairs = set()
     for node, layer in layer_of.items():
         for used in node.all_input_nodes:
@@ -207,7 +218,47 @@ def _order_only(
                 for writer in flow.writers[storage]:
                     if flow.order[node] < flow.order[writer] and layer_of.get(writer, layer) != layer:
                         pairs.add((layer, layer_of[writer]))
-    return frozenset(pairs)
+    for node, users in _adding_to_one_gradient(crossing, layer_of, lifted, seen, flow).items():
+        adding = sorted({layer_of[user] for user in users} - {layer_of.get(node)})
+        if sum(_uses(user, node) for user in users) > 2:
+            pairs |= set(pairwise(adding))
+    follows = _reachable(crossing, layer_of, len(parts))
+    return frozenset((first, second) for first, second in pairs if not follows[first] >> second & 1)
+
+
+def _adding_to_one_gradient(
+    crossing: dict[fx.Node, dict[int, bool]],
+    layer_of: dict[fx.Node, int],
+    lifted: Lifted,
+    seen: Trace,
+    flow: Dataflow,
+) -> dict[fx.Node, list[fx.Node]]:
+    """Tensors between layers and trained parameters, with the ops that a gradient comes back from."""
+    parameters = [node for node, (role, _) in lifted.roles.items() if role is Role.PARAMETER]
+    return {
+        node: [user for user in node.users if user in layer_of and user in flow.flows]
+        for node in (*crossing, *parameters)
+        if seen.facts[node].requires_grad
+    }
+
+
+def _uses(user: fx.Node, node: fx.Node) -> int:
+    """How often an op reads a value."""
+    found: list[fx.Node] = []
+    fx.node.map_arg((user.args, user.kwargs), found.append)
+    return found.count(node)
+
+
+def _reachable(crossing: dict[fx.Node, dict[int, bool]], layer_of: dict[fx.Node, int], count: int) -> list[int]:
+    """For each layer the layers that read its tensors, directly or through others, as bits."""
+    readers: list[set[int]] = [set() for _ in range(count)]
+    for node, layers in crossing.items():
+        readers[layer_of[node]] |= layers.keys()
+    reachable = [0] * count
+    for layer in reversed(range(count)):
+        for reader in readers[layer]:
+            reachable[layer] |= 1 << reader | reachable[reader]
+    return reachable
 
 
 def _names(

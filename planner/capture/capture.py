@@ -73,6 +73,7 @@ class Capture:
     module: nn.Module
     device: torch.device
     microbatch_size: int
+    seed: int
     batch: Batch
     layers: tuple[CapturedLayer, ...]
     edges: tuple[CapturedEdge, ...]
@@ -145,6 +146,7 @@ def capture(
         module=module,
         device=torch.device(device),
         microbatch_size=microbatch_size,
+        seed=seed,
         batch=batch,
         layers=layers,
         edges=edges,

@@ -28,11 +28,15 @@ class Kind(IntEnum):
 
 @dataclass(slots=True, kw_only=True)
 class Dataflow:
-    """Kinds, live nodes in execution order, and for each storage the live nodes that change it in place."""
+    """Kinds, live nodes in execution order, and for each storage the live nodes that change it in place.
+
+    ``flows``: ops that the loss's gradient comes back through.
+    """
 
     order: dict[fx.Node, int]
     kinds: dict[fx.Node, Kind]
     live: list[fx.Node]
+    flows: frozenset[fx.Node]
     writers: dict[int, list[fx.Node]]
     changed_buffers: frozenset[str]
 
@@ -64,6 +68,7 @@ def analyse(lifted: Lifted, trace: Trace) -> Dataflow:
         order={node: index for index, node in enumerate(lifted.graph.nodes)},
         kinds=kinds,
         live=live,
+        flows=_flows(lifted, trace, live, writes),
         writers=dict(writers),
         changed_buffers=changed,
     )
@@ -145,3 +150,22 @@ def _live(lifted: Lifted, trace: Trace, nodes: list[fx.Node], writes: dict[fx.No
             wanted.add(used)
             storages |= trace.facts[used].storages
     return live[::-1]
+
+
+def _flows(
+    lifted: Lifted, trace: Trace, live: list[fx.Node], writes: dict[fx.Node, frozenset[int]]
+) -> frozenset[fx.Node]:
+    """Ops whose gradient is asked for: by the loss, through readers, or through a storage that they change in place."""
+    (loss,) = (node.args[0] for node in lifted.graph.nodes if node.op == "output")
+    wanted: set[object] = {loss}
+    storages: set[int] = set()
+    found = set()
+    for node in reversed(live):
+        if not trace.facts[node].requires_grad:
+            continue
+        if node in wanted or writes.get(node, frozenset()) & storages:
+            found.add(node)
+            for used in node.all_input_nodes:
+                wanted.add(used)
+                storages |= trace.facts[used].storages
+    return frozenset(found)

@@ -48,6 +48,7 @@ class Lifted:
     graph: fx.Graph
     roles: dict[fx.Node, tuple[Role, str]]
     scopes: dict[fx.Node, tuple[Scope, ...]]
+    copies: set[fx.Node] = field(default_factory=set)  # inserted by us: they stay with what they copy
     constants: dict[str, Tensor] = field(default_factory=dict)
     modules: dict[str, nn.Module] = field(default_factory=dict)  # sub-graphs that higher-order ops are called with
 

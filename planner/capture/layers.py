@@ -14,7 +14,7 @@ from typing import Final, Literal
 
 from torch import fx, nn
 
-from planner.capture.export import Scope, op_of
+from planner.capture.export import Lifted, Scope, op_of
 from planner.capture.trace import is_getitem
 
 Granularity = Literal["op", "module", "block"]
@@ -38,9 +38,10 @@ _Unit = tuple[str, int]  # a module's name, and which of its calls
 class _Calls:
     """The calls of modules that the graph shows."""
 
-    def __init__(self, nodes: Iterable[fx.Node], scopes: dict[fx.Node, tuple[Scope, ...]], root: nn.Module) -> None:
+    def __init__(self, nodes: Iterable[fx.Node], lifted: Lifted, root: nn.Module) -> None:
         self._modules = dict(root.named_modules())
-        self.chains = {node: tuple(scope for scope in scopes.get(node, ()) if scope.module) for node in nodes}
+        self.chains = {node: tuple(scope for scope in lifted.scopes.get(node, ()) if scope.module) for node in nodes}
+        self._copies = lifted.copies
         self.kinds = {scope.module: scope.kind for chain in self.chains.values() for scope in chain}
         self.children: dict[str, set[str]] = defaultdict(set)
         for chain in self.chains.values():
@@ -62,6 +63,10 @@ class _Calls:
         """Whether such a container lies in what the module calls."""
         return any(self.in_repeated(child) or self.holds_repeated(child) for child in self.children[module])
 
+    def stays(self, node: fx.Node) -> bool:
+        """Whether the node belongs to the op before it: one of its outputs, or a copy of it."""
+        return is_getitem(node) or node in self._copies
+
     def stateless(self, module: str) -> bool:
         """Whether the module has neither parameters nor buffers."""
         held = self._modules.get(module)
@@ -75,14 +80,14 @@ def _parent(module: str) -> str:
 def segments(
     nodes: list[fx.Node],
     *,
-    scopes: dict[fx.Node, tuple[Scope, ...]],
+    lifted: Lifted,
     root: nn.Module,
     work: Callable[[fx.Node], float],
     granularity: Granularity,
     whole: tuple[str, ...] = (),
 ) -> list[Segment]:
     """Cut ``nodes`` (the activation ops, in order) into layers; modules named in ``whole`` are never opened."""
-    calls = _Calls(nodes, scopes, root)
+    calls = _Calls(nodes, lifted, root)
     if granularity == "op":
         return _named(_op_segments(nodes, calls))
     opened = _opened(calls, granularity, whole)
@@ -141,8 +146,8 @@ def _module_segments(nodes: list[fx.Node], calls: _Calls, opened: set[str], *, k
     leading: list[fx.Node] = []  # ops before any module: they join the first one
     for node in nodes:
         unit = _unit(calls.chains[node], opened)
-        if is_getitem(node) and made:
-            unit = None  # an output of an op stays with it
+        if made and calls.stays(node):
+            unit = None
         joins = unit is None or unit == current or (bool(made) and not keep_stateless and calls.stateless(unit[0]))
         if unit is None and not made:
             leading.append(node)
@@ -167,7 +172,7 @@ def _op_segments(nodes: list[fx.Node], calls: _Calls) -> list[Segment]:
         module = chain[-1].module if chain else ""
         op = op_of(node)
         word = op._schema.name.rpartition("::")[2] if hasattr(op, "_schema") else getattr(op, "__name__", "op")
-        free = is_getitem(node) or (hasattr(op, "_schema") and any(r.alias_info for r in op._schema.returns))
+        free = calls.stays(node) or (hasattr(op, "_schema") and any(r.alias_info for r in op._schema.returns))
         if not (free and made):
             name = f"{module}.{word}" if module else word
             made.append(Segment(name=name, kind=word, modules=[module]))

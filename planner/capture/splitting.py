@@ -57,7 +57,7 @@ class SplitOp:
 def split_ops(analysis: Analysis, nodes: list[fx.Node], leaves: dict[_LeafKey, int]) -> dict[fx.Node, SplitOp]:
     """The ops among ``nodes`` that are split."""
     match = _Match(analysis)
-    found = {node: op for node in nodes if analysis.trace.facts[node].flows and (op := match(node)) is not None}
+    found = {node: op for node in nodes if node in analysis.flow.flows and (op := match(node)) is not None}
     while True:
         unsplit = {
             key for node in nodes if node not in found for key in _read_leaves(analysis, node, found) if key in leaves

@@ -1,4 +1,4 @@
-"""One real forward of the lifted graph, watched: shapes, strides, aliases, where gradients flow, what is saved.
+"""One real forward of the lifted graph, watched: shapes, strides, aliases, gradients, what is saved.
 
 What the run saves for its backward is looked at and dropped at once, so it needs no more memory than inference does.
 Storages are told apart by weak references, which keep an address from being used twice without keeping the memory.
@@ -30,7 +30,6 @@ class Facts:
     requires_grad: bool
     storages: frozenset[int]
     saved: frozenset[int] = frozenset()  # storages that this op saves for its backward
-    flows: bool = False  # the loss's gradient comes through this op
     flops: int = 0
 
 
@@ -83,9 +82,8 @@ def trace(
     run = _Run(lifted, lambda node: given[lifted.roles[node][0]][lifted.roles[node][1]])
     with torch.enable_grad():
         loss = run.run()
-    if loss.grad_fn is None:
+    if not loss.requires_grad:
         raise InputError("no gradient reaches the loss", hint="the loss must come from trainable parameters")
-    run.mark_flows(loss)
     changed = {name for name, tensor in own_buffers.items() if not torch.equal(tensor, buffers[name])}
     return Trace(
         facts=run.facts,
@@ -99,7 +97,6 @@ class _Run:
     def __init__(self, lifted: Lifted, placeholder: Callable[[fx.Node], Any]) -> None:
         self._lifted = lifted
         self._placeholder = placeholder
-        self._grad_fns: dict[fx.Node, list[Any]] = {}
         self.facts: dict[fx.Node, Facts] = {}
         self.storages = _Storages()
 
@@ -136,7 +133,6 @@ class _Run:
             with torch.autograd.graph.saved_tensors_hooks(pack, _never):
                 value = node.target(*args, **kwargs)  # type: ignore[operator]
         tensors = list(_tensors(value))
-        self._grad_fns[node] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
         single = value if isinstance(value, Tensor) else None
         self.facts[node] = Facts(
             tensor=None if single is None else _on_meta(single),
@@ -147,19 +143,6 @@ class _Run:
             flops=counter.get_total_flops() - flops,
         )
         return value
-
-    def mark_flows(self, loss: Tensor) -> None:
-        """An op's gradient flows where its autograd node can be reached from the loss's."""
-        reached: set[Any] = set()
-        stack = [loss.grad_fn]
-        while stack:
-            grad_fn = stack.pop()
-            if grad_fn is not None and grad_fn not in reached:
-                reached.add(grad_fn)
-                stack.extend(following for following, _ in grad_fn.next_functions)
-        for node, grad_fns in self._grad_fns.items():
-            self.facts[node].flows = any(grad_fn in reached for grad_fn in grad_fns)
-        self._grad_fns.clear()
 
 
 def _never(_: Any) -> Any:

@@ -6,6 +6,7 @@ import copy
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from random import Random
 
 import torch
 from torch import Tensor, nn
@@ -161,3 +162,43 @@ def differences(one: Trained, other: Trained) -> list[str]:
         if (gradient is None) != (twin is None) or (gradient is not None and not torch.equal(gradient, twin)):  # type: ignore[arg-type]
             found.append(name)
     return found + [name for name, buffer in one.buffers.items() if not torch.equal(buffer, other.buffers[name])]
+
+
+def random_order(stages: int, count: int, random: Random, *, split: bool = False) -> list[tuple[str, int, int]]:
+    """Any order that a pipeline allows; each stage's actions of one letter by micro-batch (buffers hang on it)."""
+    forwards = {(stage, index) for stage in range(stages) for index in range(count)}
+    backwards = dict.fromkeys(range(stages), 0)
+    weights = dict.fromkeys(range(stages), 0)
+    made: list[tuple[str, int, int]] = []
+    while len(made) < stages * count * (3 if split else 2):
+        ready = [
+            ("F", stage, index)
+            for stage, index in sorted(forwards)
+            if not forwards & {(stage - 1, index), (stage, index - 1)}
+        ]
+        for stage, index in backwards.items():
+            above = stage + 1 == stages or backwards[stage + 1] > index
+            if index < count and above and (stage, index) not in forwards:
+                ready.append(("I" if split else "B", stage, index))
+            if split and weights[stage] < index:
+                ready.append(("W", stage, weights[stage]))
+        letter, stage, index = random.choice(ready)
+        made.append((letter, stage, index))
+        if letter == "F":
+            forwards.remove((stage, index))
+        else:
+            (weights if letter == "W" else backwards)[stage] += 1
+    return made
+
+
+def random_cut(capture: Capture, stages: int, random: Random) -> list[list[str]]:
+    """Any cut that the edges allow, not only of consecutive layers; some stages may stay empty and are left out."""
+    least = dict.fromkeys((layer.name for layer in capture.layers), 0)
+    sources: dict[str, list[str]] = {name: [] for name in least}
+    for edge in capture.edges:
+        sources[edge.target].append(edge.source)
+    for name, before in sources.items():
+        bound = max((least[source] for source in before), default=0)
+        least[name] = bound if random.random() < 0.6 else random.randint(bound, stages - 1)
+    cut = [[name for name, stage in least.items() if stage == number] for number in range(stages)]
+    return [names for names in cut if names]

@@ -1,4 +1,4 @@
-"""The example models, cut and run as pipelines in one process: equal to the bit to the same graph whole."""
+"""Models of every kind, cut and run as pipelines in one process: equal to the bit to the graph whole, and to eager."""
 
 from __future__ import annotations
 
@@ -8,10 +8,17 @@ import pytest
 import torch
 
 import planner.examples
-from planner.capture import Capture, capture, load_model_file
-from tests.capture.pipelines import Pipeline, differences, even_cut, gpipe, one_f_one_b
+from planner.capture import Capture, EagerReference, capture, load_model_file
+from tests.capture.pipelines import Pipeline, Trained, differences, even_cut, gpipe, one_f_one_b
 
 MICROBATCHES = 3
+EXAMPLES = Path(planner.examples.__file__).parent
+MODELS = Path(__file__).parent / "models"
+SUMMED_BY_LAYER = {
+    "tied": {"token.weight"},
+    "inputs": {"embed.weight", "shared.0.weight", "shared.0.bias", "shared.2.weight", "shared.2.bias"},
+}
+"""Parameters that several layers read: summed layer by layer here, use by use in plain PyTorch."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -19,20 +26,60 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="module", params=["gpt", "unet", "vgg16"])
+FILES = {
+    **{name: EXAMPLES / f"{name}.py" for name in ("gpt", "unet", "vgg16")},
+    **{path.stem: path for path in sorted(MODELS.glob("*.py"))},
+}
+
+
+@pytest.fixture(scope="module", params=FILES)
 def captured(request: pytest.FixtureRequest) -> Capture:
-    path = Path(planner.examples.__file__).parent / f"{request.param}.py"
-    return capture(load_model_file(path), microbatch_size=2)
+    return capture(load_model_file(FILES[request.param]), microbatch_size=2)
+
+
+@pytest.fixture(scope="module")
+def whole(captured: Capture) -> Trained:
+    """K = 1, whole backwards, micro-batches in order: what everything else is compared with."""
+    batch = next(captured.model_file.data(2 * MICROBATCHES))
+    return Pipeline(captured, even_cut(captured, 1)).step(batch, MICROBATCHES, actions=gpipe(1, MICROBATCHES))
 
 
 @pytest.mark.parametrize("stages", [2, 4, 8])
-def test_every_cut_equals_one_stage(captured: Capture, stages: int) -> None:
+def test_every_cut_equals_one_stage(captured: Capture, whole: Trained, stages: int) -> None:
     batch = next(captured.model_file.data(2 * MICROBATCHES))
-    whole = Pipeline(captured, even_cut(captured, 1)).step(batch, MICROBATCHES, actions=gpipe(1, MICROBATCHES))
-    assert all(gradient is not None for gradient in whole.gradients.values())
     for order in (gpipe, one_f_one_b):
         for split in (False, True):
-            for recompute in (False, True):
-                pipeline = Pipeline(captured, even_cut(captured, stages), recompute=recompute)
-                step = pipeline.step(batch, MICROBATCHES, actions=order(stages, MICROBATCHES, split=split))
-                assert differences(whole, step) == [], (order.__name__, split, recompute)
+            recompute = split == (order is gpipe)
+            pipeline = Pipeline(captured, even_cut(captured, stages), recompute=recompute)
+            step = pipeline.step(batch, MICROBATCHES, actions=order(stages, MICROBATCHES, split=split))
+            assert differences(whole, step) == [], (order.__name__, split, recompute)
+
+
+def test_split_backward_of_all_layers_equals_whole_backward(captured: Capture, whole: Trained) -> None:
+    batch = next(captured.model_file.data(2 * MICROBATCHES))
+    pipeline = Pipeline(captured, even_cut(captured, 1))
+    pipeline.stages[0]._defer = False
+    step = pipeline.step(batch, MICROBATCHES, actions=gpipe(1, MICROBATCHES, split=True))
+    assert differences(whole, step) == []
+
+
+def test_one_stage_equals_plain_pytorch(captured: Capture, whole: Trained) -> None:
+    batch = next(captured.model_file.data(2 * MICROBATCHES))
+    eager = EagerReference(captured)
+    losses = eager.step(batch, seed=7, step=0)
+    plain = Trained(
+        losses,
+        {name: parameter.grad for name, parameter in eager.module.named_parameters()},
+        dict(eager.module.named_buffers()),
+    )
+    assert eager.aligned
+    found = set(differences(whole, plain))
+    assert found <= SUMMED_BY_LAYER.get(captured.model_file.name, set())
+    for name in found:
+        torch.testing.assert_close(whole.gradients[name], plain.gradients[name], rtol=1e-5, atol=1e-7)
+
+
+def test_stages_name_every_parameter_and_gradient(captured: Capture, whole: Trained) -> None:
+    trained = {name for name, parameter in captured.module.named_parameters() if parameter.requires_grad}
+    used = {name for layer in captured.layers for name in layer.parameters}
+    assert used & trained == {name for name, gradient in whole.gradients.items() if gradient is not None}
