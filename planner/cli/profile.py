@@ -143,6 +143,7 @@ def _document(path: Path, measured: Measured, change: Difference | None) -> dict
                 "median_error": one.median_error,
                 "largest_error": one.largest_error,
                 "split_cost": one.split_cost,
+                "entry_s": one.entry_s,
             }
             for one in measured.accuracy
         ],
@@ -228,7 +229,8 @@ def _remarks(measured: Measured, change: Difference | None, earlier: Profile | N
         if accuracy.median_error > 0.05:
             yield (
                 f"at micro-batch size {accuracy.microbatch_size} layers foretell runs of layers to "
-                f"{accuracy.median_error:.1%} only: is the machine busy?"
+                f"{accuracy.median_error:.1%} only: entering a stage takes {format_seconds(accuracy.entry_s)}, which "
+                "counts where layers are small; else the machine was busy"
             )
     if change is not None:
         yield (

@@ -7,6 +7,7 @@ A neighbour is a process that trains the same model, as the other ranks of a run
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -50,6 +51,7 @@ def _work(path: Path, microbatch_size: int) -> None:
     from planner.measure.clock import CpuClock
     from planner.measure.passes import Pipeline
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that measures ends this one
     torch.set_num_threads(1)
     out = os.dup(1)
     os.dup2(2, 1)  # what the user's code prints is no sign of ours

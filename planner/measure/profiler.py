@@ -48,6 +48,8 @@ class Accuracy:
     largest_error: float
     split_cost: float
     """What I and then W take over a whole B, minus 1."""
+    entry_s: float
+    """What entering and leaving a stage costs in F + B."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,6 +230,7 @@ def _accuracy(captures: Sequence[Capture], timed: Sequence[Timed]) -> tuple[Accu
             median_error=median(map(abs, one.errors)),
             largest_error=max(one.errors, key=abs),
             split_cost=one.split_cost,
+            entry_s=one.entry_s,
         )
         for captured, one in zip(captures, timed, strict=True)
     )

@@ -19,7 +19,7 @@ from itertools import pairwise
 from statistics import median, quantiles
 
 from planner.capture import Capture
-from planner.measure.calibrate import Run, calibrate, errors
+from planner.measure.calibrate import Run, calibrate, entry_seconds, errors
 from planner.measure.clock import Clock, clock_for
 from planner.measure.passes import Pipeline
 from planner.schedules import Letter
@@ -53,12 +53,14 @@ class LayerSeconds:
 class Timed:
     """All layers at one micro-batch size.
 
-    ``split_cost``: what I and then W take over a whole B, minus 1. ``errors``: of the F + B of each foretold run that
-    is not tiny, what its layers add up to over what it took, minus 1.
+    ``split_cost``: what I and then W take over a whole B, minus 1. ``entry_s``: what entering and leaving a stage costs
+    in F + B. ``errors``: of the F + B of each foretold run that is not tiny, what its layers add up to over what it
+    took, minus 1.
     """
 
     layers: tuple[LayerSeconds, ...]
     split_cost: float
+    entry_s: float
     errors: tuple[float, ...]
 
 
@@ -179,10 +181,12 @@ class _Subject:
         )
         whole = self._fitted[0]
         both = [f + b for f, b in zip(forward, backward, strict=True)]
+        fitted = [run for series in self._fitted for run in series.runs(*_WHOLE)]
         foretold = [run for series in self._foretold for run in series.runs(*_WHOLE)]
         return Timed(
             layers=layers,
             split_cost=whole.medians(*_SPLIT)[0] / whole.medians(Letter.BACKWARD)[0] - 1,
+            entry_s=entry_seconds(self._alone.medians(*_WHOLE), fitted),
             errors=errors(both, [run for run in foretold if run.seconds >= SMALLEST_RUN * sum(both)]),
         )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -160,6 +161,7 @@ class _Player:
 
 
 def _main(rank: int, kind: str, folder: Path) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that measures ends this one
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
