@@ -166,8 +166,8 @@ def _show(outcome: Outcome) -> None:
             soft_wrap=True,
         )
         if verified.eager_difference is not None:
-            out.print(
-                f"captured model against the model as written: differ by {verified.eager_difference:.3g}",
-                soft_wrap=True,
-            )
+            off = f"losses differ by {verified.eager_difference:.3g}"
+        else:
+            off = "cannot be compared, as they draw random numbers in another order"
+        out.print(f"the captured model and the model as written: {off}", soft_wrap=True)
     out.print(outcome.advice, soft_wrap=True)

@@ -30,6 +30,7 @@ from planner.errors import RunError
 from planner.runtime.board import Board, Slot, State
 from planner.runtime.failure import Failure, died, hung, place
 from planner.runtime.job import RunJob
+from planner.runtime.server import start_method
 from planner.runtime.worker import FAILURE_KEY, STORE_PREFIX, main
 
 POLL_S = 0.1
@@ -95,7 +96,7 @@ def _run(job: RunJob, nodes: Nodes, num_local: int, port: int, watch: _Watch) ->
         rdzv_configs={"rank": nodes.rank, "timeout": 900},
         max_restarts=0,
         monitor_interval=POLL_S,
-        start_method=_start_method(),
+        start_method=start_method(),
         logs_specs=DefaultLogsSpecs(log_dir=str(job.folder)),
         local_addr=nodes.host if nodes.count == 1 else None,
         signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",  # Ctrl-C is Python's own KeyboardInterrupt
@@ -129,14 +130,6 @@ def _store(nodes: Nodes) -> TCPStore:
             f"node {nodes.rank} cannot meet the others at {nodes.host}:{nodes.port} ({words})",
             hint="check --rdzv-endpoint, and that node 0 is started",
         ) from None
-
-
-def _start_method() -> str:
-    """Processes forked from a server that has imported all there is to import start in no time."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return "spawn"
-    multiprocessing.set_forkserver_preload(["planner.runtime.worker"])
-    return "forkserver"
 
 
 @contextmanager

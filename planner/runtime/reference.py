@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner.capture import Batch, Capture, ModelFile
-from planner.runtime.board import Writer
+from planner.capture import Batch, Capture, EagerReference, ModelFile
+from planner.capture.batch import to_device
+from planner.runtime.board import State, Writer
 from planner.runtime.messages import rank_programs
 from planner.runtime.trainer import Shape, Trainer, initial_weights, routes_of
 from planner.schedules import Action, Letter
@@ -22,17 +23,21 @@ ROUNDING = 1e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """Losses, one mean a step, and the weights after the last step."""
+    """Losses, one mean a step, and the weights after the last step.
+
+    ``eager_difference``: how far the losses are from those of the user's own model in plain PyTorch.
+    """
 
     losses: tuple[float, ...]
     weights: Mapping[str, Tensor]
+    eager_difference: float | None
 
 
 def train_whole(
     model_file: ModelFile,
     captured: Capture,
     *,
-    batches: Iterator[Batch],
+    batches: Callable[[], Iterator[Batch]],
     num_steps: int,
     shape: Shape,
     seed: int,
@@ -60,9 +65,37 @@ def train_whole(
         group=None,
         board=board,
     )
-    losses = tuple(trainer.step(step, batch).loss for step, batch in enumerate(islice(batches, num_steps)))
+    losses = tuple(trainer.step(step, batch).loss for step, batch in enumerate(islice(batches(), num_steps)))
     weights = {name: parameter.detach().cpu() for name, parameter in trainer.parameters.items()}
-    return Reference(losses=losses, weights=weights)
+    eager = _eager_losses(model_file, captured, batches=batches(), num_steps=num_steps, seed=seed, board=board)
+    return Reference(
+        losses=losses,
+        weights=weights,
+        eager_difference=None if eager is None else _largest_difference(losses, eager),
+    )
+
+
+def _eager_losses(
+    model_file: ModelFile, captured: Capture, *, batches: Iterator[Batch], num_steps: int, seed: int, board: Writer
+) -> tuple[float, ...] | None:
+    """What the user's own model loses in plain PyTorch, one mean a step, with dropout drawn alike.
+
+    None where the two do not draw random numbers equally often, so that nothing can be compared.
+    """
+    eager = EagerReference(captured)
+    optimizer = model_file.optimizer(eager.module.parameters())
+    means = []
+    for step, batch in enumerate(islice(batches, num_steps)):
+        board.at(State.VERIFYING)
+        losses = eager.step(to_device(batch, captured.device), seed=seed, step=step)
+        optimizer.step()
+        means.append(sum(loss.item() for loss in losses) / len(losses))
+    return tuple(means) if eager.aligned else None
+
+
+def _largest_difference(these: Iterable[float], those: Iterable[float]) -> float:
+    """The largest absolute difference of pairs."""
+    return max(abs(a - b) for a, b in zip(these, those, strict=True))
 
 
 def compare(
@@ -75,9 +108,14 @@ def compare(
         same = same and torch.equal(whole.view(-1).view(torch.uint8), weight.reshape(-1).view(torch.uint8))
         if whole.numel():
             largest = max(largest, (whole.double() - weight.double()).abs().max().item())
-    loss_difference = max(abs(a - b) for a, b in zip(reference.losses, losses, strict=True))
+    loss_difference = _largest_difference(reference.losses, losses)
     if exact:
         equal = same and tuple(losses) == reference.losses
     else:
         equal = loss_difference <= ROUNDING * max(map(abs, reference.losses))
-    return {"equal": equal, "loss_difference": loss_difference, "largest_weight_difference": largest}
+    return {
+        "equal": equal,
+        "loss_difference": loss_difference,
+        "largest_weight_difference": largest,
+        "eager_difference": reference.eager_difference,
+    }

@@ -31,9 +31,9 @@ class RankResult:
 
 @record
 class Verified:
-    """A run beside one process; ``eager_difference``: the largest difference of the captured model from the user's own.
+    """A run beside one process; differences are absolute, of the first steps' losses and of the weights after them.
 
-    Differences are absolute: of losses, of weights after the compared steps, of losses and weights.
+    ``eager_difference``: of the losses of the captured model and the user's own; None: they draw random numbers apart.
     """
 
     equal: bool

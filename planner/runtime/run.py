@@ -12,6 +12,7 @@ from planner.errors import InputError
 from planner.files import json_text, plain
 from planner.plan import Plan, read_plan, schedule_of
 from planner.record import record
+from planner.runtime.server import start_server
 
 if TYPE_CHECKING:
     from planner.runtime.launch import Listener
@@ -48,6 +49,7 @@ def run_plan(path: Path, options: RunOptions, listener: Listener) -> Outcome | N
         raise InputError(f"{path}: model.source: there is no file {model_path}", hint="correct it in the plan")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    start_server()
     from planner.runtime.job import RunJob
     from planner.runtime.launch import Nodes, launch
     from planner.runtime.result import outcome_of

@@ -279,7 +279,7 @@ class _Worker:
         return train_whole(
             model_file,
             captured,
-            batches=self._batches(model_file),
+            batches=lambda: self._batches(model_file),
             num_steps=job.verify_steps,
             shape=Shape(
                 microbatch_size=plan.batch.microbatch,
