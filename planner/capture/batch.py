@@ -68,14 +68,14 @@ def microbatch(batch: Batch, index: int, *, size: int) -> Batch:
 def check(item: object, *, size: int, where: str) -> Batch:
     """The batch that ``item`` is. Raises InputError, starting with ``where``, unless all of it has ``size`` samples."""
     if not isinstance(item, (tuple, list)) or len(item) != 2:
-        raise InputError(f"{where} gave {_kind(item)}, not a pair", hint="return (inputs, target)")
+        raise InputError(f"{where} gave {shown(item)}, no pair", hint="return (inputs, target)")
     batch = Batch(*item)
     for place, leaf in named_leaves(batch):
         if leaf is None or isinstance(leaf, (bool, int, float, str)):
             continue
         if not isinstance(leaf, Tensor):
             raise InputError(
-                f"{where}: {place} is {_kind(leaf)}",
+                f"{where}: {place} is of type {type(leaf).__name__}",
                 hint="inputs and target are a tensor, a tuple or a dict of tensors",
             )
         if leaf.dim() == 0 or leaf.shape[0] != size:
@@ -89,7 +89,11 @@ def check(item: object, *, size: int, where: str) -> Batch:
     return rebuilt(batch, iter(leaves(batch)))
 
 
-def _kind(value: object) -> str:
+def shown(value: object) -> str:
+    """A value in a message: ``int 3``, ``tuple of 3``, ``Tensor``, ``None``."""
+    if value is None:
+        return "None"
+    kind = type(value).__name__
     if isinstance(value, (tuple, list)):
-        return f"a {type(value).__name__} of {len(value)}"
-    return "None" if value is None else f"a {type(value).__name__}"
+        return f"{kind} of {len(value)}"
+    return f"{kind} {value!r}" if isinstance(value, (bool, int, float, str)) else kind

@@ -137,8 +137,11 @@ def capture(
         batch = to_device(model_file.batch(microbatch_size), device)
         lifted = export(module, model_file, batch)
     use_newest_aliases(lifted)
-    with RandomStream(seed):
-        analysis = settled(lifted, module, batch, granularity, model_file.leaves)
+    try:
+        with RandomStream(seed):
+            analysis = settled(lifted, module, batch, granularity, model_file.leaves)
+    except InputError as fault:
+        raise InputError(f"{model_file.path}: {fault.message}", hint=fault.hint) from None
     layers = _layers(analysis, module)
     edges = _edges(analysis, microbatch_size)
     return Capture(

@@ -84,8 +84,6 @@ def export(model: nn.Module, model_file: ModelFile, batch: Batch) -> Lifted:
     try:
         with _quiet(noise), lost.watched():
             exported = torch.export.export(wrapper, (apart.inputs, apart.target), strict=False)
-    except InputError:
-        raise
     except Exception as error:
         raise _refusal(error, model, model_file, batch) from error
     if lost.found:
@@ -107,12 +105,14 @@ def _refusal(error: Exception, model: nn.Module, model_file: ModelFile, batch: B
         return fault
     except Exception as fault:  # noqa: BLE001 - the user's code may raise anything
         return model_file.raised(fault, "model()'s forward")
+    if isinstance(error, InputError):
+        return error
     line = user_line(error, model_file.path)
     where = f"{model_file.path}:{line}" if line else str(model_file.path)
     words = str(error).strip().splitlines() or [type(error).__name__]
     return InputError(
-        f"{where}: torch.export cannot take the model ({words[0]})",
-        hint="no branch or shape may depend on the values of tensors",
+        f"{where}: torch.export cannot take the model ({type(error).__name__}: {words[0]})",
+        hint="no branch and no shape may depend on the values of tensors",
     )
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from planner.capture.batch import Batch, check
+from planner.capture.batch import Batch, check, shown
 from planner.capture.seeds import RandomStream, folded
 from planner.errors import InputError
 from planner.files import read_text
@@ -51,7 +51,7 @@ class ModelFile:
         """A new model, in training mode."""
         made = self._call("model")
         if not isinstance(made, nn.Module):
-            raise self.fault("model", f"returned a {type(made).__name__}", "return a torch.nn.Module")
+            raise self.fault("model", f"returned {shown(made)}, no module", "return a torch.nn.Module")
         if not any(True for _ in made.parameters()):
             raise self.fault("model", "returned a module without parameters", "there is nothing to train")
         if not any(parameter.requires_grad for parameter in made.parameters()):
@@ -76,10 +76,10 @@ class ModelFile:
         if value is None:
             raise self.fault("model", "returned no scalar and nothing with .loss", "add loss(output, target)")
         if not isinstance(value, Tensor):
-            raise self.fault(source, f"gave a loss that is a {type(value).__name__}", "return a scalar tensor")
+            raise self.fault(source, f"gave a loss of type {type(value).__name__}", "return a scalar tensor")
         if value.dim() != 0:
             shape = list(value.shape)
-            raise self.fault(source, f"gave a loss of shape {shape}, not a scalar", "return its mean over the samples")
+            raise self.fault(source, f"gave a loss of shape {shape}, no scalar", "return its mean over the samples")
         if not value.is_floating_point():
             raise self.fault(source, f"gave a loss of {value.dtype}", "return a floating-point scalar")
         return value
@@ -90,7 +90,7 @@ class ModelFile:
             return torch.optim.AdamW(list(parameters))
         made = self._call("optimizer", list(parameters))
         if not isinstance(made, torch.optim.Optimizer):
-            raise self.fault("optimizer", f"returned a {type(made).__name__}", "return a torch.optim.Optimizer")
+            raise self.fault("optimizer", f"returned {shown(made)}", "return a torch.optim.Optimizer")
         return made
 
     def data(self, size: int, *, seed: int = 0) -> Iterator[Batch]:
@@ -124,9 +124,7 @@ class ModelFile:
         try:
             return iter(given)
         except TypeError:
-            raise self.fault(
-                "data", f"returned a {type(given).__name__}", "return an iterable of (inputs, target)"
-            ) from None
+            raise self.fault("data", f"returned {shown(given)}, no iterable", "yield (inputs, target)") from None
 
     def place(self, function: str) -> str:
         """``file:line: function()``, for messages."""
@@ -168,9 +166,7 @@ def load_model_file(path: Path) -> ModelFile:
         if callable(value):
             functions[name] = value
         elif value is not None:
-            raise InputError(
-                f"{path}: {name} is a {type(value).__name__}, not a function", hint=f"write def {name}(...)"
-            )
+            raise InputError(f"{path}: {name} is {value!r}, no function", hint=f"write def {name}(...)")
         elif needed:
             raise InputError(f"{path}: has no {name}()", hint=_WANTED[name])
     size = namespace.get("global_batch")

@@ -83,7 +83,9 @@ def trace(
     with torch.enable_grad():
         loss = run.run()
     if not loss.requires_grad:
-        raise InputError("no gradient reaches the loss", hint="the loss must come from trainable parameters")
+        raise InputError(
+            "no gradient reaches the loss", hint="compute it from the output, which must come from trainable parameters"
+        )
     changed = {name for name, tensor in own_buffers.items() if not torch.equal(tensor, buffers[name])}
     return Trace(
         facts=run.facts,

@@ -1,0 +1,211 @@
+"""A model file that is wrong gets one line: the function, the user's own line, the mend."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+
+from planner.capture import ModelFile, capture, load_model_file
+from planner.errors import InputError
+
+HEAD = "import torch\nfrom torch import nn\n"
+MODEL = "def model():\n    return nn.Linear(4, 4)\n"
+BATCH = "def batch(size):\n    return torch.randn(size, 4), torch.randn(size, 4)\n"
+LOSS = "def loss(output, target):\n    return (output - target).square().mean()\n"
+GOOD = HEAD + MODEL + BATCH + LOSS
+
+
+def net(forward: str, extra: str = "") -> str:
+    """A model file whose module has this forward (from line 7 + the lines of ``extra`` on)."""
+    lines = [
+        "class Net(nn.Module):",
+        "    def __init__(self):",
+        "        super().__init__()",
+        "        self.inner = nn.Linear(4, 4)",
+        "    def forward(self, x):",
+        *(f"        {line}" for line in forward.splitlines()),
+        "def model():",
+        "    return nn.Sequential(nn.Linear(4, 4), Net())",
+    ]
+    return HEAD + extra + "\n".join(lines) + "\n" + BATCH + LOSS
+
+
+DOUBLED = """class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+"""
+
+WRONG = {
+    "no model": (HEAD + BATCH + LOSS, ": has no model()", "def model()"),
+    "no batch": (HEAD + MODEL + LOSS, ": has no batch()", "def batch(size)"),
+    "model is no function": (HEAD + "model = 3\n" + BATCH, ": model is 3, no function", "def model(...)"),
+    "syntax": ("def model(:\n", ":1: is no valid Python", "syntax"),
+    "missing import": ("import nosuchmodule\n", ":1: raised ModuleNotFoundError", "install"),
+    "raises at top": (HEAD + "x = 1 / 0\n", ":3: raised ZeroDivisionError", "mend"),
+    "global_batch": (GOOD + "global_batch = 0\n", "global_batch is 0", "1 or more"),
+    "leaves": (GOOD + "leaves = 'a'\n", "leaves is 'a'", "module names"),
+    "leaves of no module": (GOOD + "leaves = ['zz']\n", "leaves names 'zz'", "correct"),
+    "model raises": (
+        HEAD + "def model():\n    return nn.Linear(4, 'a')\n" + BATCH + LOSS,
+        ":4: model() raised TypeError",
+        "mend",
+    ),
+    "model of the wrong kind": (
+        HEAD + "def model():\n    return 3\n" + BATCH + LOSS,
+        ":3: model() returned int 3, no module",
+        "torch.nn.Module",
+    ),
+    "no parameters": (
+        HEAD + "def model():\n    return nn.ReLU()\n" + BATCH + LOSS,
+        ":3: model() returned a module without parameters",
+        "nothing to train",
+    ),
+    "all frozen": (
+        HEAD + "def model():\n    return nn.Linear(4, 4).requires_grad_(False)\n" + BATCH + LOSS,
+        "all frozen",
+        "leave some to train",
+    ),
+    "batch is no pair": (
+        HEAD + MODEL + "def batch(size):\n    return torch.randn(size, 4)\n" + LOSS,
+        ":5: batch() gave Tensor, no pair",
+        "(inputs, target)",
+    ),
+    "batch of objects": (
+        HEAD + MODEL + "def batch(size):\n    return [object()], torch.randn(size, 4)\n" + LOSS,
+        "inputs[0] is of type object",
+        "a tuple or a dict of tensors",
+    ),
+    "ragged batch": (
+        HEAD + MODEL + "def batch(size):\n    return {'a': torch.randn(size, 4)}, torch.randn(4, size)\n" + LOSS,
+        ":5: batch(): target has shape [4, 2], where 2 samples were asked for",
+        "dimension 0",
+    ),
+    "batch raises": (
+        HEAD + MODEL + "def batch(size):\n    return torch.randn(size, 4).view(3, 7), None\n" + LOSS,
+        ":6: batch() raised RuntimeError",
+        "mend",
+    ),
+    "forward raises": (net("return self.inner(x[:, :2])"), ":8: model()'s forward() raised RuntimeError", "mend"),
+    "loss is no scalar": (
+        HEAD + MODEL + BATCH + "def loss(output, target):\n    return output - target\n",
+        ":7: loss() gave a loss of shape [2, 4], no scalar",
+        "mean",
+    ),
+    "loss is a number": (
+        HEAD + MODEL + BATCH + "def loss(output, target):\n    return 3.0\n",
+        ":7: loss() gave a loss of type float",
+        "scalar tensor",
+    ),
+    "loss is an integer": (
+        HEAD + MODEL + BATCH + "def loss(output, target):\n    return output.argmax()\n",
+        ":7: loss() gave a loss of torch.int64",
+        "floating-point",
+    ),
+    "loss raises": (
+        HEAD + MODEL + BATCH + "def loss(output, target):\n    return output @ target.foo\n",
+        ":8: loss() raised AttributeError: 'Tensor' object has no attribute 'foo'",
+        "mend",
+    ),
+    "no loss": (HEAD + MODEL + BATCH, ":3: model() returned no scalar", "add loss(output, target)"),
+    "detached loss": (
+        HEAD + MODEL + BATCH + "def loss(output, target):\n    return output.detach().mean()\n",
+        ": no gradient reaches the loss",
+        "trainable parameters",
+    ),
+    "branch on values": (net("if x.sum() > 0:\n    return self.inner(x)\nreturn x"), ":8: ", "values of tensors"),
+    "lost backward": (
+        net("return Doubled.apply(self.inner(x))", DOUBLED),
+        ": module 1 uses the autograd.Function Doubled",
+        "register_autograd",
+    ),
+    "parameter changed in forward": (
+        net("with torch.no_grad():\n    self.inner.weight.clamp_(-1, 1)\nreturn self.inner(x)"),
+        ": the model changes its parameter 1.inner.weight in place",
+        "optimizer",
+    ),
+}
+
+
+def load(folder: Path, text: str) -> ModelFile:
+    path = folder / "wrong.py"
+    path.write_text(text)
+    return load_model_file(path)
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_one_line_names_the_fault_and_the_mend(case: str, tmp_path: Path) -> None:
+    text, fact, mend = WRONG[case]
+    with pytest.raises(InputError) as caught:
+        capture(load(tmp_path, text), microbatch_size=2)
+    line = str(caught.value)
+    assert line.startswith(str(tmp_path / "wrong.py"))
+    assert fact in line
+    assert mend in caught.value.hint
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("function", "fact"),
+    [
+        ("def data(size):\n    return []\n", ":9: data() gave nothing"),
+        ("def data(size):\n    return 3\n", ":9: data() returned int 3, no iterable"),
+        (
+            "def data(size):\n    yield batch(size)\n    raise ValueError('spent')\n",
+            ":11: data() raised ValueError: spent",
+        ),
+        ("def data(size):\n    yield batch(size + 1)\n", ":9: data(): inputs has shape [5, 4]"),
+        ("def data(size):\n    yield batch(size)[0]\n", ":9: data() gave Tensor, no pair"),
+    ],
+)
+def test_faults_of_data(function: str, fact: str, tmp_path: Path) -> None:
+    items = load(tmp_path, GOOD + function).data(4)
+    with pytest.raises(InputError) as caught:
+        list(islice(items, 3))
+    assert fact in str(caught.value)
+
+
+def test_optimizer(tmp_path: Path) -> None:
+    default = load(tmp_path, GOOD)
+    assert isinstance(default.optimizer(default.model().parameters()), torch.optim.AdamW)
+    own = load(tmp_path, GOOD + "def optimizer(params):\n    return torch.optim.SGD(params, lr=0.5)\n")
+    assert own.optimizer(own.model().parameters()).defaults["lr"] == 0.5
+    wrong = load(tmp_path, GOOD + "def optimizer(params):\n    return 3\n")
+    with pytest.raises(InputError, match=r"optimizer\(\) returned int 3"):
+        wrong.optimizer(own.model().parameters())
+
+
+def test_data_that_ends_is_started_again(tmp_path: Path) -> None:
+    text = "def data(size):\n    for start in range(3):\n        yield torch.full((size, 4), float(start)), None\n"
+    items = load(tmp_path, GOOD + text).data(2)
+    assert [next(items).inputs[0, 0].item() for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+
+
+@pytest.mark.parametrize("function", ["", "def data(size):\n    while True:\n        yield batch(size)\n"])
+def test_data_hangs_on_the_seed_alone(function: str, tmp_path: Path) -> None:
+    model_file = load(tmp_path, GOOD + function)
+    first, other = model_file.data(2, seed=5), model_file.data(2, seed=6)
+    plain = [next(first).inputs for _ in range(3)]
+    assert not torch.equal(plain[0], next(other).inputs)
+    assert not torch.equal(plain[0], plain[1])
+    again = model_file.data(2, seed=5)
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    assert torch.equal(next(again).inputs, plain[0])
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)  # what others draw in between changes nothing
+    assert torch.equal(next(again).inputs, plain[1])
+
+
+def test_weights_are_those_of_model_after_manual_seed(tmp_path: Path) -> None:
+    model_file = load(tmp_path, GOOD)
+    torch.manual_seed(11)
+    plain = model_file.model()
+    captured = capture(model_file, microbatch_size=2, seed=11)
+    assert torch.equal(captured.module.weight, plain.weight)
