@@ -61,11 +61,9 @@ def optimizer(params):
 """
 
 
-def write_sleep_model(
-    path: Path, *, layers: int, forward_s: float, backward_s: float, width: int = 256, namespace: str = "naps"
-) -> Path:
+def write_sleep_model(path: Path, *, layers: int, forward_s: float, backward_s: float, width: int = 256) -> Path:
     """Write the model file. With no time to sleep the layers do nothing at all."""
-    text = _TEXT.format(layers=layers, forward_s=forward_s, backward_s=backward_s, width=width, namespace=namespace)
+    text = _TEXT.format(layers=layers, forward_s=forward_s, backward_s=backward_s, width=width, namespace=path.stem)
     if not forward_s:
         text = text.replace("    time.sleep(0)\n", "").replace("    time.sleep(0.0)\n", "")
     path.write_text(text)
