@@ -15,6 +15,8 @@ class Letter(StrEnum):
     BACKWARD_INPUT = "I"
     BACKWARD_WEIGHT = "W"
 
+    __hash__ = str.__hash__  # the same members, several times faster than Enum's own
+
 
 class Action(NamedTuple):
     """What one rank does for one stage and one micro-batch."""

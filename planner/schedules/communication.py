@@ -76,16 +76,18 @@ _Step = tuple[bool, int, tuple[int, int, str, int], Action]
 
 def _program(order: Order, wiring: Wiring) -> list[_Step]:
     """A rank's sends and receives, one after the other."""
-    senders, returners, ranks = wiring.senders, wiring.returners, wiring.ranks
+    ranks = wiring.ranks
+
+    def elsewhere(rows: tuple[tuple[int, ...], ...]) -> list[list[tuple[int, int]]]:
+        return [[(ranks[other], other) for other in row if ranks[other] != ranks[k]] for k, row in enumerate(rows)]
+
+    activations = ("F", elsewhere(wiring.senders), elsewhere(wiring.sends))
+    gradients = ("B", elsewhere(wiring.returners), elsewhere(wiring.returns))
     steps: list[_Step] = []
     for action in order:
         stage, letter, m = action
-        if letter is Letter.BACKWARD_WEIGHT:
-            continue
-        kind = "F" if letter is Letter.FORWARD else "B"
-        sources = (senders if kind == "F" else returners)[stage]
-        others = (source for source in sources if ranks[source] != ranks[stage])
-        steps += [(False, ranks[source], (source, stage, kind, m), action) for source in others]
-        targets = (message.to_stage for message in sent_by(action, wiring))
-        steps += [(True, ranks[target], (stage, target, kind, m), action) for target in targets]
+        if letter is not Letter.BACKWARD_WEIGHT:
+            kind, sources, targets = activations if letter is Letter.FORWARD else gradients
+            steps += [(False, rank, (source, stage, kind, m), action) for rank, source in sources[stage]]
+            steps += [(True, rank, (stage, target, kind, m), action) for rank, target in targets[stage]]
     return steps

@@ -10,9 +10,11 @@ Here an action is one number, (letter · K + stage) · M + micro-batch; its kind
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from typing import Final
 
+from planner.errors import InputError
 from planner.schedules.action import Action, Letter, Schedule
 from planner.simulate.costs import Handover
 from planner.simulate.memory import held_in_order
@@ -27,23 +29,47 @@ _SAME: Final = 1e-12
 _LETTERS: Final = tuple(Letter)
 
 
-def improve(walk: Walk, schedule: Schedule, *, steps: int, budget_bytes: tuple[float | None, ...]) -> list[Schedule]:
+def improve(
+    walk: Walk, schedule: Schedule, *, steps: int, budget_bytes: tuple[float | None, ...], spans: bool = False
+) -> list[Schedule]:
     """Better orders than the given one, the best first; none where ``steps`` swaps find none.
 
+    ``spans``: look for orders that are as fast, and whose longest rank takes less from its first start to its last end.
     No rank's actions hold more than its budget beyond what it always holds (None: no limit). Deterministic.
     """
     search = _Search(walk, schedule, budget_bytes)
-    best_s = simulate(walk, schedule, memory=False).iteration_s
+    best = _worth(simulate(walk, schedule, memory=False))
     found: list[Schedule] = []
     for step in range(steps):
         made = search.schedule()
-        timeline = simulate(walk, made, memory=False)
-        if timeline.iteration_s < best_s * (1 - _SAME):
-            best_s = timeline.iteration_s
+        try:
+            timeline = simulate(walk, made, memory=False)
+        except InputError:  # ranks wait for each other: where actions last no time, a swap can bring that about
+            break
+        worth = _worth(timeline)
+        if worth[0] < best[0] * (1 - _SAME) or (worth[0] <= best[0] * (1 + _SAME) and worth[1] < best[1] * (1 - _SAME)):
+            best = worth
             found.append(made)
-        if not search.swap(timeline, step, best_s):
+        sink = longest_rank(timeline) if spans else None
+        if not search.swap(_Paths(search, timeline, sink), step, best[0] if sink is None else best[1]):
             break
     return found[::-1]
+
+
+def _worth(timeline: Timeline) -> tuple[float, float]:
+    """What an order is judged by: the iteration, then its longest rank's span."""
+    rank = longest_rank(timeline)
+    return timeline.iteration_s, span_s(timeline, rank)
+
+
+def longest_rank(timeline: Timeline) -> int:
+    """The rank that takes longest from its first start to its last end."""
+    return max(range(len(timeline.schedule)), key=lambda rank: span_s(timeline, rank))
+
+
+def span_s(timeline: Timeline, rank: int) -> float:
+    """Seconds from a rank's first start to its last end."""
+    return timeline.ends_s[rank][-1] - timeline.starts_s[rank][0]
 
 
 class _Search:
@@ -71,9 +97,8 @@ class _Search:
         actions = self.actions
         return tuple(tuple(actions[number] for number in order) for order in self.orders)
 
-    def swap(self, timeline: Timeline, step: int, best_s: float) -> bool:
+    def swap(self, paths: _Paths, step: int, best_s: float) -> bool:
         """Swap the two neighbours that promise most; False where there are none to swap."""
-        paths = _Paths(self, timeline)
         swaps = []
         for rank, position in paths.critical_pairs():
             first, second = self.orders[rank][position : position + 2]
@@ -96,16 +121,24 @@ class _Search:
         return (_LETTERS.index(letter) * self.num_stages + stage) * self.num_microbatches + m
 
     def _may_swap(self, first: int, second: int) -> bool:
-        """Two actions of one stage keep their order if they are of one micro-batch, or of one letter."""
+        """Two actions of one stage and letter keep their order, and what waits for the one before it does."""
         one, other = self.actions[first], self.actions[second]
-        return one.stage != other.stage or (one.microbatch != other.microbatch and one.letter is not other.letter)
+        if one.microbatch != other.microbatch:
+            return one.stage != other.stage or one.letter is not other.letter
+        goals = self.after[first // self.num_microbatches]
+        return one.stage != other.stage and all(goal != second // self.num_microbatches for goal, _ in goals)
 
 
 class _Paths:
-    """Of one timeline: when every action starts and ends, and the longest path from its end."""
+    """Of one timeline: when every action starts and ends, and the longest path from its end.
 
-    def __init__(self, search: _Search, timeline: Timeline) -> None:
-        self.search, self.timeline = search, timeline
+    ``sink``: the rank whose last action paths lead to, and from whose first one they are measured; None: to any end.
+    """
+
+    def __init__(self, search: _Search, timeline: Timeline, sink: int | None) -> None:
+        self.search, self.timeline, self.sink = search, timeline, sink
+        self.floor_s = 0.0 if sink is None else -math.inf
+        self.origin_s = 0.0 if sink is None else timeline.starts_s[sink][0]
         self.start_s, self.end_s, self.tail_s = ([0.0] * len(search.actions) for _ in range(3))
         self.place = [(0, 0)] * len(search.actions)
         last = []
@@ -122,9 +155,9 @@ class _Paths:
     def critical_pairs(self) -> list[tuple[int, int]]:
         """Rank and position of every two neighbours on the critical path that follow each other without a gap."""
         orders, timeline = self.search.orders, self.timeline
-        ending = [(ended[-1], rank) for rank, ended in enumerate(timeline.ends_s) if ended]
+        ending = [(ended[-1], rank) for rank, ended in enumerate(timeline.ends_s)]
         ending += [(closing.end_s, closing.rank) for closing in timeline.closings]
-        number: int | None = orders[max(ending)[1]][-1]
+        number: int | None = orders[max(ending)[1] if self.sink is None else self.sink][-1]
         path = []
         while number is not None:
             path.append(number)
@@ -147,7 +180,7 @@ class _Paths:
         first_end = max(second_end, self._head(first)) + one_s
         first_tail = max(self._tail(first), self._from(rank, position + 2))
         second_tail = max(self._tail(second), first_tail + one_s)
-        return max(second_end + second_tail, first_end + first_tail)
+        return max(second_end + second_tail, first_end + first_tail) - self.origin_s
 
     def _awaited(self, number: int) -> int | None:
         """The action whose message, or result, an action waited for."""
@@ -164,13 +197,14 @@ class _Paths:
         num, seconds = self.search.num_microbatches, self.search.seconds
         kind, m = divmod(number, num)
         goals = self.search.after[kind]
-        return max((delay + seconds[goal] + self.tail_s[goal * num + m] for goal, delay in goals), default=0.0)
+        paths = (delay + seconds[goal] + self.tail_s[goal * num + m] for goal, delay in goals)
+        return max(paths, default=self.floor_s)
 
     def _from(self, rank: int, position: int) -> float:
-        """The longest path from the start of the action at a place; 0 behind the last."""
+        """The longest path from the start of the action at a place; behind the last there is none."""
         order = self.search.orders[rank]
         if position >= len(order):
-            return 0.0
+            return 0.0 if rank == self.sink else self.floor_s
         number = order[position]
         return self.search.seconds[number // self.search.num_microbatches] + self.tail_s[number]
 

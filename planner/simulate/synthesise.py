@@ -10,20 +10,22 @@ does not know when messages are held: where its order turns out not to fit, it i
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import product
-from typing import NamedTuple
+from itertools import islice, product
+from typing import Final, NamedTuple
 
 from planner.cluster import memory_limit
 from planner.schedules import Letter, Placement, Schedule, ScheduleName, build, ranks_of, shape_fault
 from planner.simulate.greedy import Rule, Turn, greedy
-from planner.simulate.improve import improve
+from planner.simulate.improve import improve, longest_rank, span_s
 from planner.simulate.memory import resident_bytes
 from planner.simulate.model import simulate
-from planner.simulate.timeline import Timeline
 from planner.simulate.walk import Walk
 
-_TRIES = 6
-_SAME = 1e-9
+_TRIES: Final = 6
+_STARTS: Final = 3
+_SAME: Final = 1e-9
+_MANNERS: Final = ((False, 0.0), (True, 0.0), (False, 0.15), (False, 0.5), (False, 1.0))
+"""Alternate, patience."""
 
 
 class _Found(NamedTuple):
@@ -53,20 +55,29 @@ def synthesise(
     found += [_found(walk, schedule) for rule in rules if (schedule := _within(walk, rule, limit))]
     if not found:
         return None
-    best = _best(found)
+    best, budgets = _best(found), _budgets(walk, limit)
     if steps and best.iteration_s > bound_s * (1 + _SAME):
-        budgets = _budgets(walk, limit)
-        for start in _starts(found, best):
-            better = improve(walk, start.schedule, steps=steps, budget_bytes=budgets)
-            fitting = (schedule for schedule in better if _overshoot(walk, schedule, limit) is None)
-            found += [_found(walk, schedule) for schedule in list(fitting)[:1]]
+        for start in _starts(found):
+            found += _better(walk, start, limit, steps, budgets, spans=False)
+        best = _best(found)
+    if steps:
+        found += _better(walk, best, limit, steps, budgets, spans=True)
     return _best(found).schedule
+
+
+def _better(
+    walk: Walk, start: _Found, limit: int | None, steps: int, budgets: tuple[float | None, ...], *, spans: bool
+) -> list[_Found]:
+    """The best that swaps make of an order, if it fits."""
+    better = improve(walk, start.schedule, steps=steps, budget_bytes=budgets, spans=spans)
+    fitting = (schedule for schedule in better if _overshoot(walk, schedule, limit) is None)
+    return [_found(walk, schedule) for schedule in islice(fitting, 1)]
 
 
 def _rules(walk: Walk, split: bool, budgets: tuple[float | None, ...]) -> Iterator[Rule]:
     several = len(walk.job.stages) > walk.job.num_ranks
-    for halves, turn, alternate, patience in product(
-        (True, False) if split else (False,), Turn if several else (Turn.DEEPEST,), (False, True), (0.0, 0.15, 0.5, 1.0)
+    for halves, turn, (alternate, patience) in product(
+        (True, False) if split else (False,), Turn if several else (Turn.DEEPEST,), _MANNERS
     ):
         yield Rule(split=halves, turn=turn, alternate=alternate, patience=patience, budget_bytes=budgets)
 
@@ -126,12 +137,7 @@ def _overshoot(walk: Walk, schedule: Schedule, limit: int | None) -> list[int] |
 
 def _found(walk: Walk, schedule: Schedule) -> _Found:
     timeline = simulate(walk, schedule, memory=False)
-    return _Found(timeline.iteration_s, _longest_span_s(timeline), schedule)
-
-
-def _longest_span_s(timeline: Timeline) -> float:
-    pairs = zip(timeline.starts_s, timeline.ends_s, strict=True)
-    return max((ended[-1] - begun[0] for begun, ended in pairs if begun), default=0.0)
+    return _Found(timeline.iteration_s, span_s(timeline, longest_rank(timeline)), schedule)
 
 
 def _best(found: Iterable[_Found]) -> _Found:
@@ -141,12 +147,7 @@ def _best(found: Iterable[_Found]) -> _Found:
     return min(equal, key=lambda entry: entry.span_s)
 
 
-def _starts(found: Sequence[_Found], best: _Found) -> list[_Found]:
-    """Where to look for better orders: from the best one, and from the best with whole backwards."""
-    whole = [
-        entry for entry in found if all(action.letter is not Letter.BACKWARD_INPUT for action in entry.schedule[0])
-    ]
-    starts = [best]
-    if whole and (other := _best(whole)).schedule != best.schedule:
-        starts.append(other)
-    return starts
+def _starts(found: Sequence[_Found]) -> list[_Found]:
+    """Where to look for better orders: from the best few that differ."""
+    different = {entry.schedule: entry for entry in found}
+    return sorted(different.values(), key=lambda entry: (entry.iteration_s, entry.span_s))[:_STARTS]
