@@ -46,9 +46,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         naps = write_sleep_model(folder / "naps.py", layers=2 * given.ranks, forward_s=0.01, backward_s=0.02)
-        idle = write_sleep_model(
-            folder / "idle.py", layers=2 * given.ranks, forward_s=0, backward_s=0, namespace="idle"
-        )
+        idle = write_sleep_model(folder / "idle.py", layers=2 * given.ranks, forward_s=0, backward_s=0)
         for title, shape in SHAPES.items():
             zero, ratios = [], []
             for _ in range(given.rounds):
