@@ -22,7 +22,7 @@ from planner.plan.plan import Plan, Predicted
 from planner.profile import Profile, read_profile
 from planner.record import record
 from planner.schedules import Wiring, check_schedule
-from planner.simulate import simulate
+from planner.simulate import Timeline, simulate
 from planner.units import format_bytes
 
 _SAME = 1e-9
@@ -75,8 +75,9 @@ def check_plan(plan: Plan, profile: Profile) -> PlanCheck:
     found = check_schedule(schedule, num_microbatches=plan.batch.microbatches, wiring=Wiring.of(stages))
     if found.errors:
         return PlanCheck(fresh=plan, errors=found.errors, remarks=found.remarks)
+    timeline = simulate(job_of(fresh, profile), schedule)
     predicted = predicted_of(
-        simulate(job_of(fresh, profile), schedule),
+        timeline,
         global_batch=plan.batch.global_batch,
         bound_s=bound_that_holds(plan, cluster),
     )
@@ -87,7 +88,7 @@ def check_plan(plan: Plan, profile: Profile) -> PlanCheck:
         stale.append("search: proven (it was another plan that was proven)")
     return PlanCheck(
         fresh=dataclasses.replace(fresh, predicted=predicted, search=search),
-        overflows=tuple(_overflows(predicted, cluster)),
+        overflows=tuple(_overflows(timeline, cluster)),
         stale=tuple(stale),
         remarks=(*found.remarks, *_remarks(predicted)),
     )
@@ -135,16 +136,18 @@ def _same(old: Any, new: Any) -> bool:
     return bool(old == new)
 
 
-def _overflows(predicted: Predicted, cluster: Cluster) -> Iterator[str]:
+def _overflows(timeline: Timeline, cluster: Cluster) -> Iterator[str]:
     limit = memory_limit(cluster)
     if limit is None:
         return
-    for entry in predicted.ranks:
-        over = entry.peak_memory_bytes - limit
-        if over > 0:
+    for use in timeline.ranks:
+        position = timeline.first_over(use.rank, limit)
+        if position is not None:
+            over = use.peak_memory_bytes - limit
+            action = timeline.schedule[use.rank][position]
             yield (
-                f"rank {entry.rank} needs {format_bytes(entry.peak_memory_bytes)}, {format_bytes(over)} ({over} bytes) "
-                f"more than the {format_bytes(limit)} that a rank may use"
+                f"rank {use.rank} needs {format_bytes(use.peak_memory_bytes)}, {format_bytes(over)} ({over} bytes) "
+                f"more than the {format_bytes(limit)} that a rank may use, first at position {position}: {action}"
             )
 
 

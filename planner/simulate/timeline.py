@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from planner.schedules.action import Action, Schedule
+
+_ROUNDING: Final = 1e-9
 
 
 class Span(NamedTuple):
@@ -91,3 +94,10 @@ class Timeline:
         for rank, order in enumerate(self.schedule):
             for action, start, end in zip(order, self.starts_s[rank], self.ends_s[rank], strict=True):
                 yield Span(rank, action, start, end)
+
+    def first_over(self, rank: int, limit_bytes: int) -> int | None:
+        """The position of the action that runs, or ran last, when a rank first holds more than a limit; None: never."""
+        time_s = next((level.time_s for level in self.memory[rank] if level.bytes > limit_bytes), None)
+        if time_s is None:
+            return None
+        return max(0, bisect_right(self.starts_s[rank], time_s + _ROUNDING * self.iteration_s) - 1)

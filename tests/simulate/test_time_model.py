@@ -136,3 +136,8 @@ def test_nothing_is_simulated_that_blocks() -> None:
         simulate(chain_job(2, 2), table("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"))
     with pytest.raises(InputError, match="0B0"):
         simulate(chain_job(1, 1), table("0B0 0F0"))
+
+
+def test_where_a_rank_first_holds_too_much() -> None:
+    timeline = simulate(chain_job(1, 3), table("0F0 0F1 0B0 0F2 0B1 0B2"))
+    assert [timeline.first_over(0, limit) for limit in (0, 1, 2)] == [0, 1, None]
