@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import StrEnum
@@ -118,12 +119,13 @@ def _refusal(error: Exception, model: nn.Module, model_file: ModelFile, batch: B
 
 @contextlib.contextmanager
 def _quiet(noise: io.StringIO) -> Iterator[None]:
-    """A failed export prints its graph: keep that off the terminal."""
+    """Export prints the graph where it fails, and warns of what does not matter here: keep both off the terminal."""
     logger = logging.getLogger("torch")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
-        with contextlib.redirect_stdout(noise), contextlib.redirect_stderr(noise):
+        with warnings.catch_warnings(), contextlib.redirect_stdout(noise), contextlib.redirect_stderr(noise):
+            warnings.simplefilter("ignore")
             yield
     finally:
         logger.setLevel(level)

@@ -105,6 +105,7 @@ class _Match:
     def __init__(self, analysis: Analysis) -> None:
         self._facts = analysis.trace.facts
         self._roles = analysis.lifted.roles
+        self._layer_of = analysis.layer_of
 
     def __call__(self, node: fx.Node) -> SplitOp | None:
         """The split form of ``node``, or None."""
@@ -113,11 +114,11 @@ class _Match:
         if node.kwargs and target is not aten.addmm.default:
             return None
         if target is aten.linear.default:
-            return self._matmul(args[0], args[1], args[2] if len(args) > 2 else None, transposed=True)
+            return self._matmul(node, args[0], args[1], args[2] if len(args) > 2 else None, transposed=True)
         if target is aten.addmm.default and not node.kwargs and len(args) == 3:
-            return self._matmul(args[1], args[2], args[0], transposed=False)
+            return self._matmul(node, args[1], args[2], args[0], transposed=False)
         if target in (aten.mm.default, aten.matmul.default):
-            return self._matmul(args[0], args[1], None, transposed=False)
+            return self._matmul(node, args[0], args[1], None, transposed=False)
         if target in _CONVOLUTIONS:
             return self._convolution(_CONVOLUTIONS[target], args, transposed=False)
         if target in _TRANSPOSED_CONVOLUTIONS:
@@ -132,14 +133,19 @@ class _Match:
     def _is_parameter(self, value: Any) -> bool:
         return isinstance(value, fx.Node) and value in self._roles and self._roles[value][0] is Role.PARAMETER
 
+    def _is_parameter_turned(self, value: Any, layer: int) -> bool:
+        if not isinstance(value, fx.Node) or not _is_turned(value) or self._layer_of.get(value) != layer:
+            return False
+        return self._is_parameter(value.args[0])
+
     def _bias(self, bias: Any) -> tuple[bool, tuple[fx.Node, ...]]:
         """Whether the op can be split with this bias, and the bias where W makes its gradient."""
         if bias is None:
             return True, ()
         return self._is_parameter(bias), (bias,) if self._trained(bias) else ()
 
-    def _matmul(self, x: Any, weight: Any, bias: Any, *, transposed: bool) -> SplitOp | None:
-        if isinstance(weight, fx.Node) and _is_turned(weight) and self._is_parameter(weight.args[0]):
+    def _matmul(self, node: fx.Node, x: Any, weight: Any, bias: Any, *, transposed: bool) -> SplitOp | None:
+        if self._is_parameter_turned(weight, self._layer_of[node]):
             weight, transposed = weight.args[0], not transposed
         splits, biases = self._bias(bias)
         if not (splits and self._trained(weight)) or self._is_parameter(x) or not isinstance(x, fx.Node):

@@ -114,8 +114,9 @@ class Stage:
             return self._run(before, given, tensors, key, split)[0]
 
         self._pending[microbatch] = _Pending(again=again)
-        with torch.no_grad():
-            outputs = self._call(self._leaves, self._buffers, given, tensors, key, None)
+        # with its autograd graph, since kernels are chosen by it, but nothing is saved
+        with torch.autograd.graph.saved_tensors_hooks(_drop, _drop):
+            _, outputs = self._run(self._buffers, given, tensors, key, split)
         return self._forwarded(outputs)
 
     def backward(self, microbatch: int, gradients: Mapping[str, Tensor], loss_scale: float) -> dict[str, Tensor]:
@@ -286,6 +287,10 @@ class Stage:
                     if left[number] == 0 and number in sums:
                         _accumulate(self._leaves[number], sums.pop(number))
                 del arguments
+
+
+def _drop(_: Any) -> Any:
+    """Instead of saving a tensor."""
 
 
 def _leaf_of(parameter: Tensor) -> Tensor:

@@ -70,7 +70,6 @@ class Pipeline:
             assert tuple(sent.shape) == boundary.shape
             assert sent.stride() == boundary.stride
             assert sent.dtype == boundary.dtype
-            # as a wire would: the values alone, in memory order, into memory of their own
             self._activations[index, boundary.name] = over_the_wire(sent)
         if done.loss is not None:
             self.losses[index] = done.loss
@@ -104,9 +103,10 @@ class Pipeline:
 
 
 def over_the_wire(tensor: Tensor) -> Tensor:
-    """A copy with the same strides in new memory."""
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-    return made.copy_(tensor) if 0 not in tensor.stride() else tensor.clone().as_strided_(tensor.shape, tensor.stride())
+    """A copy with the same strides (of 0 too) in new memory: the stretch of storage that the tensor spans."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    stretch = tensor.as_strided((span if tensor.numel() else 0,), (1,)).clone()
+    return stretch.as_strided(tensor.shape, tensor.stride())
 
 
 def gpipe(stages: int, count: int, *, split: bool = False) -> list[tuple[str, int, int]]:

@@ -32,7 +32,10 @@ FILES = {
 }
 
 
-@pytest.fixture(scope="module", params=FILES)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.slow if name == "vgg16" else ()) for name in FILES],
+)
 def captured(request: pytest.FixtureRequest) -> Capture:
     return capture(load_model_file(FILES[request.param]), microbatch_size=2)
 
