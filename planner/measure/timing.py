@@ -100,7 +100,7 @@ _WHOLE = (Letter.FORWARD, Letter.BACKWARD)
 _SPLIT = (Letter.BACKWARD_INPUT, Letter.BACKWARD_WEIGHT)
 
 
-class _Series:
+class Series:
     """One cut, and the seconds of its stages, pass after pass."""
 
     def __init__(self, captured: Capture, bounds: Sequence[int]) -> None:
@@ -122,6 +122,7 @@ class _Series:
         self._pipeline.drop_gradients()
 
     def forget(self) -> None:
+        """Drop what was timed so far."""
         for rows in self._rows.values():
             rows.clear()
 
@@ -133,6 +134,7 @@ class _Series:
         return list(zip(*self._rows[letter], strict=True))
 
     def runs(self, *letters: Letter) -> list[Run]:
+        """The stages as runs of layers, with the sum of their median seconds."""
         return [
             Run(first, last, seconds)
             for (first, last), seconds in zip(pairwise(self.bounds), self.medians(*letters), strict=True)
@@ -154,16 +156,16 @@ class _Subject:
 
     def __init__(self, captured: Capture) -> None:
         self._captured = captured
-        self._alone = _Series(captured, range(len(captured.layers) + 1))
-        self._fitted: list[_Series] = []
-        self._foretold: list[_Series] = []
+        self._alone = Series(captured, range(len(captured.layers) + 1))
+        self._fitted: list[Series] = []
+        self._foretold: list[Series] = []
 
     def warm_up(self) -> None:
         """Time the layers alone once, to make the other cuts of runs that take about the same time."""
         self._alone.visit()
         load = self._alone.medians(*_WHOLE)
-        self._fitted = [_Series(self._captured, bounds) for bounds in _distinct(load, FITTED)]
-        self._foretold = [_Series(self._captured, bounds) for bounds in _distinct(load, FORETOLD)]
+        self._fitted = [Series(self._captured, bounds) for bounds in _distinct(load, FITTED)]
+        self._foretold = [Series(self._captured, bounds) for bounds in _distinct(load, FORETOLD)]
         self._alone.forget()
 
     def visit(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import time
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
@@ -18,12 +20,15 @@ import torch
 from planner.capture import Capture, RandomKey, Stage, capture, load_model_file
 from planner.examples import example_text
 from planner.measure import Measured, measure_profile
+from planner.measure.calibrate import calibrate, errors
 from planner.measure.clock import CpuClock, time_calls
 from planner.measure.held import measure_held
 from planner.measure.memory import SavedTensors, bytes_of, storage_of
 from planner.measure.neighbours import busy_neighbours, wait_until_busy
 from planner.measure.optimizer import measure_optimizer
+from planner.measure.timing import FITTED, SMALLEST_RUN, Series, even_bounds
 from planner.profile import Profile, read_profile, write_profile
+from planner.schedules import Letter
 from tests.support.sleep import write_sleep_model
 
 EXAMPLES = ("gpt", "unet", "vgg16")
@@ -108,6 +113,36 @@ def test_the_clock_takes_off_what_others_took() -> None:
     assert wall > 1.3 * own
     assert seconds == pytest.approx(own, rel=0.1)
     assert asleep >= 0.045
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_any_run_of_layers_takes_what_its_layers_say(name: str, tmp_path: Path) -> None:
+    """Runs of consecutive layers drawn at random, each timed as one stage: within 5 % in the median.
+
+    They are timed by turns with what the figures are fitted to, so that a machine that gets busier does not count.
+    """
+    captured = capture(load_model_file(_copy(name, tmp_path)), microbatch_size=2)
+    num_layers = len(captured.layers)
+    alone = Series(captured, range(num_layers + 1))
+    alone.visit()
+    load = alone.medians(Letter.FORWARD, Letter.BACKWARD)
+    fitted = [Series(captured, even_bounds(load, pieces)) for pieces in FITTED]
+    draw = random.Random(20)
+    cuts = [sorted({0, num_layers, *draw.sample(range(num_layers + 1), 2)}) for _ in range(7)]
+    drawn = [Series(captured, bounds) for bounds in cuts]
+    alone.forget()
+    for _ in range(3):
+        for series in (alone, *fitted, *drawn):
+            series.visit()
+    off = []
+    for letter in (Letter.FORWARD, Letter.BACKWARD):
+        figures = calibrate(alone.medians(letter), [run for series in fitted for run in series.runs(letter)])
+        runs = [run for series in drawn for run in series.runs(letter)]
+        off += errors(figures, [run for run in runs if run.seconds > SMALLEST_RUN * sum(figures)])
+    assert len(off) >= 15
+    assert median(map(abs, off)) < 0.05, off
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------
