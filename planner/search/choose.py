@@ -49,8 +49,10 @@ MOST_NODES: Final = 20_000
 """Begun cuts looked at in one configuration."""
 MOST_TIES: Final = 24
 """Cuts looked at beyond those that could be faster, for a more even one among equals."""
-CLIMB_SIMULATIONS: Final = 60
-"""Simulations of one cut's climb over warm-up depths."""
+CLIMB_SIMULATIONS: Final = 35
+"""Simulations of one cut's climb over warm-up depths; its starts take about 25 of them."""
+POLISH_SIMULATIONS: Final = 400
+"""Simulations of the climb of the best cut of all."""
 PROOF_ACTIONS: Final = 6_000_000
 """Simulated actions that the proofs over warm-up depths may take in all."""
 PROOF_NODES: Final = 2_000
@@ -85,6 +87,7 @@ class _OpenCut:
     configuration: Configuration
     job: Job
     bound_s: float
+    timed_s: float
 
 
 @dataclass(slots=True)
@@ -126,6 +129,7 @@ class _Search:
         state = self.state
         try:
             self._visit()
+            self._polish()
             self._prove_depths()
         except _OutOfTimeError:
             state.complete, state.interrupted = False, True
@@ -209,18 +213,24 @@ class _Search:
         return prove(self.layers(configuration), shape, below_s=self._best_s(), relaxed=True).bound
 
     def _proven(self, configuration: Configuration, *, fused: bool) -> float:
-        """What the ILP proves of a configuration below the best time, its cuts narrowed to those that can reach it."""
-        best = self._best_s()
+        """What the ILP proves of a configuration.
+
+        Where the recursion knows the bound, the ILP is asked about the cuts within a hair of it, narrowed to the
+        windows that those leave; elsewhere about all cuts below the best time.
+        """
         suffix = self.suffix(configuration, fused=fused)
-        windows = suffix.windows(best) if suffix is not None and math.isfinite(best) else None
-        if suffix is not None and windows is None:
-            return best
+        below, windows = self._best_s(), None
+        if suffix is not None:
+            below = min(below, suffix.bound_s * (1 + 1e-5))
+            windows = suffix.windows(below)
+            if windows is None:
+                return below
         choices = sum(last - first for first, last in windows or ())
         if choices > MOST_CHOICES or len(self.graph) * configuration.pipeline > 4 * MOST_CHOICES:
             return 0.0
         shape = self._shape(configuration, fused=fused)
-        solved = prove(self.layers(configuration), shape, windows=windows, below_s=best, most_nodes=PROOF_NODES)
-        return min(solved.bound, best)
+        solved = prove(self.layers(configuration), shape, windows=windows, below_s=below, most_nodes=PROOF_NODES)
+        return min(solved.bound, below)
 
     def _best_s(self) -> float:
         return self.state.best.iteration_s if self.state.best else math.inf
@@ -367,8 +377,9 @@ class _Search:
         if ScheduleName.ONE_F_ONE_B in self.asked.schedules:
             timed = depths.climb(bound, effort)
             if timed is None or timed.iteration_s > bound * (1 + _EQUAL):
+                seconds = timed.iteration_s if timed is not None else math.inf
                 self.state.open_cuts.append(
-                    _OpenCut(depths=depths, configuration=configuration, job=job, bound_s=bound)
+                    _OpenCut(depths=depths, configuration=configuration, job=job, bound_s=bound, timed_s=seconds)
                 )
         else:
             timed = depths.timed((configuration.num_microbatches,) * configuration.pipeline)
@@ -391,6 +402,15 @@ class _Search:
             state.per_configuration[configuration] = candidate
         if candidate.better_than(state.best):
             state.best = candidate
+
+    def _polish(self) -> None:
+        """Climb on from the best cuts, where they do not reach their bound: what is faster now is ruled out below."""
+        near = [cut for cut in self.state.open_cuts if cut.timed_s <= self._best_s() * (1 + _EQUAL)]
+        for cut in sorted(near, key=lambda cut: cut.bound_s)[:2]:
+            count, ranks = cut.configuration.num_microbatches, cut.configuration.pipeline
+            timed = cut.depths.climb(cut.bound_s, POLISH_SIMULATIONS * 2 * count * ranks)
+            if timed is not None:
+                self._offer(cut.configuration, cut.job, timed)
 
     def _prove_depths(self) -> None:
         """Settle what lies between the bounds of timed cuts and the best time."""

@@ -15,12 +15,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 from planner.errors import InputError
 from planner.schedules import Action, Letter, Order, Placement, Schedule, ScheduleName, build
 from planner.search.bound import Endings, most_in_flight
 from planner.simulate import Timeline, Walk, simulate
+from planner.simulate.greedy import Rule, Turn, greedy
+from planner.simulate.memory import resident_bytes
 
 Depths = tuple[int, ...]
 _EQUAL: Final = 1e-9
@@ -98,13 +101,29 @@ class Depths1F1B:
         """Where climbs begin: the default, each rank's round trip over its pace with some slack, and all at once."""
         count, ranks = self.job.num_microbatches, len(self.most)
         trips, pace = self._round_trips()
-        made = [tuple(ranks - rank for rank in range(ranks))]
+        made = [tuple(ranks - rank for rank in range(ranks)), *self._greedy()]
         if pace > 0:
             made += [tuple(math.ceil(trip / pace - _EQUAL) + slack for trip in trips) for slack in (0, 1, 2)]
         made.append((count,) * ranks)
         made.append((1,) * ranks)
         capped = (tuple(max(1, min(d, count, m)) for d, m in zip(depths, self.most, strict=True)) for depths in made)
         return list(dict.fromkeys(capped))
+
+    def _greedy(self) -> Iterator[Depths]:
+        """The warm-ups of orders that never wait: a backward where one is ready, else a forward."""
+        limit = self.limit_bytes
+        budgets = tuple(
+            None if limit is None else limit - resident_bytes(self.job, rank) for rank in range(len(self.most))
+        )
+        for alternate in (False, True):
+            self.spent += 16 * self.job.num_microbatches * len(self.most)
+            rule = Rule(split=False, turn=Turn.DEEPEST, alternate=alternate, patience=0.0, budget_bytes=budgets)
+            order = greedy(self.walk, rule)
+            if order is not None:
+                yield tuple(
+                    next(place for place, action in enumerate(row) if action.letter is not Letter.FORWARD)
+                    for row in order
+                )
 
     def _round_trips(self) -> tuple[list[float], float]:
         """Per rank the seconds from F's start to B's end of a lone micro-batch; and the slowest rank's load."""
@@ -194,11 +213,20 @@ class Depths1F1B:
         """How long a B of a stage keeps its rank."""
         return self.walk.durations[stage].backward_s + self.walk.returns[stage].added_s
 
+    @cached_property
+    def _side_by_side(self) -> tuple[list[Order], list[Order]]:
+        """All forwards of each rank, and all backwards."""
+
+        def each(letter: Letter) -> list[Order]:
+            microbatches = range(self.job.num_microbatches)
+            return [tuple(Action(rank, letter, m) for m in microbatches) for rank in range(len(self.most))]
+
+        return each(Letter.FORWARD), each(Letter.BACKWARD)
+
     def _bound(self, rank: int, fixed: Depths, tails: Sequence[float]) -> float:
         """No choice of depths for the ranks below ``rank`` ends sooner."""
         count = self.job.num_microbatches
-        forwards = [tuple(Action(r, Letter.FORWARD, m) for m in range(count)) for r in range(rank)]
-        backwards = [tuple(Action(r, Letter.BACKWARD, m) for m in range(count)) for r in range(rank)]
+        forwards, backwards = self._side_by_side[0][:rank], self._side_by_side[1][:rank]
         orders = [self._order(rank + place, depth) for place, depth in enumerate(fixed)]
         self.spent += 2 * count * len(self.most)
         try:

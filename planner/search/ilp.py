@@ -171,6 +171,7 @@ class CutModel:
 
     def stored(self, expression: Linear) -> Linear:
         """A variable equal to an expression, so that rows that share it stay short."""
+        expression = Linear({x: value for x, value in expression.terms.items() if value}, expression.constant)
         if len(expression.terms) <= 2:
             return expression
         made = self.variable(least=None)

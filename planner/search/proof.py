@@ -77,20 +77,29 @@ class _Rows:
         self.num_stages: Final = shape.num_ranks * virtual
         self.ranks: Final = ranks_of(shape.num_ranks, virtual, placement)
         again = layers.forward_s if shape.recompute == (True,) else 0.0 * layers.forward_s
-        self.forward: Final = [float(value) / scale for value in layers.forward_s]
-        self.backward: Final = [float(value) / scale for value in layers.input_s + layers.weight_s + again]
+        forward, backward = layers.forward_s, layers.input_s + layers.weight_s + again
+        # one stage a rank, fused: rows hold F and B in equal parts, so that one sum does for both
+        self.merged: Final = shape.fused and virtual == 1 and bool(layers.comes_back[1:-1].all())
+        if self.merged:
+            forward, backward = forward + backward, 0.0 * backward
+        self.forward: Final = [float(value) / scale for value in forward]
+        self.backward: Final = [float(value) / scale for value in backward]
         self.most: Final = sum(self.forward) + sum(self.backward)
         self.model: Final = CutModel(
             len(self.graph), self.graph.edges, self.num_stages, windows=windows, relaxed=relaxed
         )
-        stages = range(self.num_stages)
-        self.F: Final = [self.model.stored(self.model.load(self.forward, k)) for k in stages]
-        self.B: Final = [self.model.stored(self.model.load(self.backward, k)) for k in stages]
+        self.F: Final = self._loads(self.forward)
+        self.B: Final = self._loads(self.backward)
         self._messages()
         self._prefixes()
         for rank in range(shape.num_ranks):
             self._rank_rows(rank)
         self._memory()
+
+    def _loads(self, weights: Sequence[float]) -> list[Linear]:
+        """The load of every stage, as the difference of two sums through a stage."""
+        sums = [Linear(), *(self.model.stored(self.model.prefix(weights, k)) for k in range(self.num_stages))]
+        return [upper - lower for lower, upper in pairwise(sums)]
 
     def _messages(self) -> None:
         """Seconds of the spine's messages ahead and back over each boundary k | k + 1, and where nothing comes back."""
@@ -107,12 +116,15 @@ class _Rows:
             self.ahead.append(self.model.stored(ahead))
             self.back.append(self.model.stored(back))
             self.broken.append(broken)
-        if not self.shape.cluster.overlap:  # what a stage hands over lasts as long as its action does
-            for k in range(self.num_stages - 1):
+        backwards = self.F if self.merged else self.B
+        for k in range(self.num_stages - 1):
+            if not self.shape.cluster.overlap:  # what a stage hands over lasts as long as its action does
                 if self.graph.is_chain:  # elsewhere the spine may pass a stage by: left out, which bounds as well
                     self.F[k] = self.F[k] + self.ahead[k]
-                    self.B[k + 1] = self.B[k + 1] + self.back[k]
+                    backwards[k + 1] = backwards[k + 1] + self.back[k]
                 self.ahead[k] = self.back[k] = Linear()
+            elif self.merged:
+                self.ahead[k], self.back[k] = self.model.stored(self.ahead[k] + self.back[k]), Linear()
 
     def _link(self, one: int, other: int) -> Link | None:
         if one == other:
@@ -177,7 +189,8 @@ class _Rows:
             for k in stages[:a]:
                 without.add(self.F[k])
             row = self._reached(self.PF, first) + (load - without) * count
-            self._guarded(row + post, first)
+            if not self.merged or first == 0:  # merged, PF holds the way back too, which ends on rank 0
+                self._guarded(row + post, first)
             if self.shape.fused:
                 dropped = Linear()
                 for lowest in stages:
