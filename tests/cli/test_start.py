@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,15 @@ def test_every_command_says_what_it_does() -> None:
         assert command.help, command.name
         for parameter in command.params:
             assert getattr(parameter, "help", None) or parameter.name == "help", (command.name, parameter.name)
+
+
+def test_the_readme_names_every_command_and_option_that_there_is_and_no_other() -> None:
+    text = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+    rows = re.findall(r"^\| `(\w+)(.*)$", text, re.MULTILINE)
+    assert sorted(name for name, _ in rows) == COMMANDS
+    for name, said in rows:
+        parameters = typer.main.get_command(app).commands[name].params  # type: ignore[attr-defined]
+        assert set(re.findall(r"--[a-z-]+", said)) <= {word for one in parameters for word in one.opts}, name
 
 
 def test_a_schema_is_one_json_document() -> None:
