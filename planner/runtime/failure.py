@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import multiprocessing.forkserver
 import signal
 import traceback
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
+import torch
+
+import planner
 from planner.errors import InputError, PipeplanError, RunError
 from planner.runtime.board import Slot, State
 from planner.schedules import Action
+
+_NOT_THE_USERS = tuple(str(Path(module.__file__ or "").parent) for module in (planner, torch, multiprocessing))
 
 _PHASES = {
     State.STARTING: "while starting",
@@ -60,15 +67,34 @@ def raised(error: BaseException, where: str) -> Failure:
     """A rank's own exception."""
     if isinstance(error, PipeplanError):
         cause = error.__cause__
-        details = "".join(traceback.format_exception(cause)) if cause is not None else ""
+        details = _told(cause) if cause is not None else ""
         return Failure(message=error.message, hint=error.hint, exit_code=error.exit_code, details=details)
-    words = str(error).strip().splitlines()
+    words = str(error).strip().rstrip(".").splitlines()
     said = f"{type(error).__name__}: {words[0]}" if words else type(error).__name__
     return Failure(
         message=f"{where}: {said}",
         hint="see the traceback above",
-        details="".join(traceback.format_exception(error)),
+        details=_told(error),
     )
+
+
+def _told(error: BaseException) -> str:
+    """An exception's traceback without the frames that are ours or torch's, if any others are in it."""
+    told = traceback.TracebackException.from_exception(error)
+    link: traceback.TracebackException | None = told
+    while link is not None:
+        own = [frame for frame in link.stack if not frame.filename.startswith(_NOT_THE_USERS)]
+        if own:
+            link.stack = traceback.StackSummary.from_list(own)
+        link = link.__cause__ or link.__context__
+    return "".join(told.format())
+
+
+def _own_lines(stack: str) -> str:
+    """The same for a stack that a hung process wrote down."""
+    lines = stack.splitlines()
+    own = [line for line in lines if not any(f'File "{folder}' in line for folder in _NOT_THE_USERS)]
+    return "\n".join(own if any("File" in line for line in own) else lines)
 
 
 def died(exit_code: int, where: str) -> Failure:
@@ -89,5 +115,5 @@ def hung(where: str, *, timeout_s: float, stopped: bool, stack: str) -> Failure:
     return Failure(
         message=f"{where}: no sign of progress for {timeout_s:g} s{why}",
         hint="mend what hangs, or give it longer with --timeout",
-        details=stack,
+        details=_own_lines(stack),
     )

@@ -34,6 +34,7 @@ from planner.runtime.server import start_method
 from planner.runtime.worker import FAILURE_KEY, STORE_PREFIX, main
 
 POLL_S = 0.1
+TELL_S = 5.0
 START_FACTOR = 10
 """Starting may take this many time-outs: capturing a large model shows no progress for long."""
 
@@ -77,6 +78,7 @@ def launch(
     with _quiet_elastic(), watch:
         failure = _run(job, nodes, num_local, server.port, watch)
     if failure is not None:
+        watch.wait_until_told()
         listener.details(failure.details)
         raise failure.error()
     if nodes.rank:
@@ -209,6 +211,15 @@ class _Watch:
             if pid and _is_child(pid):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+
+    def wait_until_told(self) -> None:
+        """Node 0 holds the store: it goes once the other machines have read why, or after a moment."""
+        until = time.monotonic() + TELL_S
+        with suppress(RuntimeError):
+            self._store.set(f"told/{self._nodes.rank}", "")
+            others = [f"told/{node}" for node in range(self._nodes.count)]
+            while self._nodes.rank == 0 and time.monotonic() < until and not self._store.check(others):
+                time.sleep(POLL_S)
 
     def _watch(self) -> None:
         while not self._stop.wait(POLL_S):

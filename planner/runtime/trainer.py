@@ -102,6 +102,7 @@ class Trainer:
             board=board,
             loss_scale=1.0 / (shape.num_microbatches * shape.data),
         )
+        self._reads_data = any(programs[k].inputs for k in numbers)
         self._has_loss = any(programs[k].has_loss for k in numbers)
         self._live_bytes = self._steps_done = 0
         gc.collect()
@@ -109,7 +110,8 @@ class Trainer:
 
     def step(self, step: int, batch: Batch) -> StepRecord:
         """Train one step on a global batch."""
-        batch = to_device(batch, self._device)
+        if self._reads_data:
+            batch = to_device(batch, self._device)
         if self._steps_done == 0 and self._device.type == "cpu":
             with LivePeak() as live:
                 losses, spans = self._gradients(step, batch)
@@ -143,13 +145,13 @@ class Trainer:
         return losses, spans
 
     def _share(self, step: int, batch: Batch, replica: int) -> tuple[list[Batch], list[RandomKey]]:
-        """A replica's micro-batches, and what their random numbers hang on."""
+        """A replica's micro-batches, and what their random numbers hang on; the whole batch where no stage reads it."""
         shape = self._shape
         numbers = range(replica * shape.num_microbatches, (replica + 1) * shape.num_microbatches)
-        return (
-            [microbatch(batch, number, size=shape.microbatch_size) for number in numbers],
-            [RandomKey(self._seed, step, number) for number in numbers],
-        )
+        keys = [RandomKey(self._seed, step, number) for number in numbers]
+        if not self._reads_data:
+            return [batch] * len(keys), keys
+        return [microbatch(batch, number, size=shape.microbatch_size) for number in numbers], keys
 
     def _add_to(self, sums: dict[str, Tensor]) -> None:
         """Add up the gradients of replicas trained one after another; ``.grad`` is the sum so far."""

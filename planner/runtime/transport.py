@@ -89,7 +89,8 @@ class Communicators:
     def __init__(self, store: Store, *, device: torch.device, one_node: bool) -> None:
         self._store = store
         self._device = device
-        self._cpu = dist.ProcessGroupGloo.create_device(**({"hostname": "127.0.0.1"} if one_node else {}))
+        gloo = dist.ProcessGroupGloo
+        self._cpu = gloo.create_device(hostname="127.0.0.1") if one_node else gloo.create_default_device()
 
     def make(self, name: str, rank: int, size: int, *, on_cpu: bool = False) -> Any:
         """A group of ``size`` processes, this one with ``rank`` in it."""
