@@ -38,8 +38,8 @@ def bubble_of(job: Job, timeline: Timeline) -> Bubble:
     """
     alone = dataclasses.replace(
         job,
-        data=1,
         ties=(),
+        gradient_bytes_per_trainable_byte=0.0,
         step_s_per_trainable_byte=0.0,
         cluster=dataclasses.replace(job.cluster, memory_bytes=None),
     )
