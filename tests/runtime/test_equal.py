@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.runs import plan_of, run
+from support.runs import EVERYTHING, plan_of, run
 
 from planner.capture import load_model_file, microbatch
 from planner.schedules import Placement, ScheduleName
 
-EVERYTHING = Path(__file__).parent.parent / "support" / "everything.py"
 EXAMPLES = Path(__file__).parents[2] / "planner" / "examples"
 M = 4
 

@@ -36,6 +36,9 @@ from planner.schedules import Placement, ScheduleName, ranks_of
 from planner.simulate import simulate
 from planner.simulate.job import Job
 
+EVERYTHING = Path(__file__).parent / "everything.py"
+"""The model file with all that makes cutting hard."""
+
 
 @cache
 def captured(model_path: Path, microbatch: int) -> Capture:

@@ -1,0 +1,140 @@
+"""``pipeplan run`` as its user types it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.runs import EVERYTHING, plan_of
+
+from planner.capture import load_model_file
+from planner.plan import Plan, write_plan
+
+PATIENCE_S = 180
+
+
+def pipeplan(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "planner", "run", *words],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return plan_of(EVERYTHING, num_ranks=2)
+
+
+def write(plan: Plan, folder: Path, **changes: Any) -> None:
+    write_plan(dataclasses.replace(plan, **changes), folder / "plan.yaml")
+
+
+def test_one_document_on_stdout(plan: Plan, tmp_path: Path) -> None:
+    write(plan, tmp_path)
+    done = pipeplan("plan.yaml", "--steps", "3", "--json", "--verify", "--log", "log.jsonl", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert set(result) == {"losses", "weights_sha256", "steps", "ranks", "predicted", "verify"}
+    assert len(result["losses"]) == len(result["steps"]) == 3
+    assert all(set(step) == {"iteration_s"} for step in result["steps"])
+    assert [set(rank) for rank in result["ranks"]] == [{"rank", "busy_s", "peak_memory_bytes"}] * 2
+    assert set(result["verify"]) == {"equal", "loss_difference", "largest_weight_difference", "eager_difference"}
+    assert result["verify"]["equal"] is True
+    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert [row["loss"] for row in rows] == result["losses"]
+
+
+def test_the_hash_is_over_all_parameters_by_name(plan: Plan, tmp_path: Path) -> None:
+    """With a learning rate of nothing the weights stay those of model() after manual_seed."""
+    model = tmp_path / "still.py"
+    model.write_text(EVERYTHING.read_text().replace("lr=1e-2", "lr=0.0"))
+    write(plan_of(model, num_ranks=2), tmp_path)
+    done = pipeplan("plan.yaml", "--steps", "1", "--seed", "5", "--json", folder=tmp_path)
+    torch.manual_seed(5)
+    digest = hashlib.sha256()
+    for _, parameter in sorted(load_model_file(model).model().named_parameters()):
+        digest.update(parameter.detach().numpy().tobytes())
+    assert json.loads(done.stdout)["weights_sha256"] == digest.hexdigest()
+
+
+def test_the_report_reads_at_80_columns(plan: Plan, tmp_path: Path) -> None:
+    write(plan, tmp_path)
+    done = pipeplan("plan.yaml", "--steps", "2", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    for words in ("iteration", "bubble", "rank 0 busy", "rank 1 peak memory", "pipeplan check --write"):
+        assert words in done.stdout
+
+
+def test_two_launchers_run_one_plan(plan: Plan, tmp_path: Path) -> None:
+    write(plan, tmp_path)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    words = ["plan.yaml", "--steps", "2", "--nnodes", "2", "--rdzv-endpoint", endpoint]
+    other = subprocess.Popen(
+        [sys.executable, "-m", "planner", "run", *words, "--node-rank", "1"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        first = pipeplan(*words, "--node-rank", "0", "--json", folder=tmp_path)
+        said, _ = other.communicate(timeout=PATIENCE_S)
+    finally:
+        other.kill()
+    assert (first.returncode, other.returncode) == (0, 0), first.stderr + said
+    assert len(json.loads(first.stdout)["ranks"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["missing.yaml"], "there is no such file"),
+        (["plan.yaml", "--steps", "0"], "--steps"),
+        (["plan.yaml", "--nnodes", "3"], "do not spread evenly"),
+        (["plan.yaml", "--nnodes", "2"], "--rdzv-endpoint"),
+        (["plan.yaml", "--nnodes", "2", "--rdzv-endpoint", "here"], "HOST:PORT"),
+        (["plan.yaml", "--node-rank", "1"], "there are nodes 0..0"),
+        (["plan.yaml", "--log", "no/such/folder/log"], "--log"),
+        (["plan.yaml", "--checkpoint", "folder"], "--checkpoint"),
+    ],
+)
+def test_bad_words_are_one_line(words: list[str], said: str, plan: Plan, tmp_path: Path) -> None:
+    write(plan, tmp_path)
+    refused(pipeplan(*words, folder=tmp_path), said)
+
+
+def test_another_model_is_refused(plan: Plan, tmp_path: Path) -> None:
+    write(plan, tmp_path, model=dataclasses.replace(plan.model, fingerprint="0" * 64))
+    refused(pipeplan("plan.yaml", folder=tmp_path), "the model is not the one that the plan was made for")
+
+
+def test_a_missing_model_file_is_refused(plan: Plan, tmp_path: Path) -> None:
+    write(plan, tmp_path, model=dataclasses.replace(plan.model, source="gone.py"))
+    refused(pipeplan("plan.yaml", folder=tmp_path), "gone.py")
+
+
+def refused(done: subprocess.CompletedProcess[str], said: str) -> None:
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    *before, last = done.stderr.splitlines()
+    assert all("cores" in line for line in before), "one line beside the warning"
+    assert last.startswith("pipeplan: ")
+    assert said in last
