@@ -34,6 +34,11 @@ from tests.support.sleep import write_sleep_model
 EXAMPLES = ("gpt", "unet", "vgg16")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
 def _copy(name: str, folder: Path, **edits: str) -> Path:
     text = example_text(name)
     for old, new in edits.items():
@@ -93,7 +98,6 @@ def test_the_clock_takes_off_what_others_took() -> None:
         for _ in range(40):
             torch.mm(work, work)
 
-    torch.set_num_threads(1)
     clock = CpuClock()
     try:
         one = {min(cores)}
@@ -150,7 +154,6 @@ def test_any_run_of_layers_takes_what_its_layers_say(name: str, tmp_path: Path) 
 
 @pytest.fixture(scope="module", params=EXAMPLES)
 def captured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Capture:
-    torch.set_num_threads(1)
     path = _copy(request.param, tmp_path_factory.mktemp("copy"))
     return capture(load_model_file(path), microbatch_size=2)
 
