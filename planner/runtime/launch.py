@@ -137,17 +137,14 @@ def _store(nodes: Nodes) -> TCPStore:
 @contextmanager
 def _quiet_elastic() -> Iterator[None]:
     """Keep the launcher's own log lines from the terminal, and give back the signals it takes."""
-    loggers = [logging.getLogger(name) for name in ("torch.distributed", "torch.multiprocessing")]
-    levels = [logger.level for logger in loggers]
+    disabled = logging.root.manager.disable
     taken = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
     handlers = [signal.getsignal(number) for number in taken]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL + 1)
+    logging.disable(logging.CRITICAL)
     try:
         yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logging.disable(disabled)
         for number, handler in zip(taken, handlers, strict=True):
             signal.signal(number, handler)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
@@ -101,7 +102,7 @@ def outcome_of(plan: Plan, told: Sequence[Mapping[str, Any]], *, crowded: bool) 
     losses = next(process["losses"] for process in told if process["has_loss"])
     verified = told[0]["verify"]
     result = RunResult(
-        losses=tuple(loss if loss == loss and abs(loss) != float("inf") else None for loss in losses),
+        losses=tuple(loss if math.isfinite(loss) else None for loss in losses),
         weights_sha256=told[0]["weights_sha256"],
         steps=tuple(StepTime(iteration_s=seconds) for seconds in iterations),
         ranks=tuple(ranks),

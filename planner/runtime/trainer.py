@@ -105,6 +105,8 @@ class Trainer:
         self._reads_data = any(programs[k].inputs for k in numbers)
         self._has_loss = any(programs[k].has_loss for k in numbers)
         self._live_bytes = self._steps_done = 0
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
         gc.collect()
         gc.freeze()  # what stands now lasts; a collection in a step then looks at little
 
