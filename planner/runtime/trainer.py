@@ -28,7 +28,7 @@ from planner.runtime.board import State, Writer
 from planner.runtime.executor import CudaStopwatch, Executor, HostStopwatch, Mark, Span, Stopwatch
 from planner.runtime.memory import LivePeak, state_bytes, total_bytes
 from planner.runtime.messages import RankProgram, Routes, routes
-from planner.runtime.transport import Transport
+from planner.runtime.transport import Group, Transport
 from planner.schedules import Action
 
 
@@ -75,7 +75,7 @@ class Trainer:
         seed: int,
         device: torch.device,
         transport: Transport | None,
-        group: Any,
+        group: Group | None,
         board: Writer,
     ) -> None:
         """``group``: of this rank's replicas on other processes; None where there are none."""
@@ -171,9 +171,10 @@ class Trainer:
             if parameter.grad is not None:
                 bucket = name if name in self._tied else parameter.grad.dtype
                 buckets.setdefault(bucket, []).append(parameter.grad)
+        assert self._group is not None
         for gradients in buckets.values():
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-            self._group.allreduce([flat]).wait()
+            self._group.sum(flat)
             for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
                 gradient.copy_(part.view(gradient.shape))
 
@@ -184,9 +185,7 @@ class Trainer:
         row = torch.stack([loss.double() for loss in losses])
         if self._group is None:
             return tuple(row.tolist())
-        rows = [torch.empty_like(row) for _ in range(self._shape.data)]
-        self._group.allgather([rows], [row]).wait()
-        return tuple(torch.cat(rows).tolist())
+        return tuple(torch.cat(self._group.gather(row, self._shape.data)).tolist())
 
     @property
     def order(self) -> tuple[Action, ...]:

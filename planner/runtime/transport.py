@@ -11,7 +11,8 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -38,9 +39,16 @@ _ABSENT = -1
 class LostContactError(Exception):
     """The connection to another rank broke: mostly because that rank failed, which it says itself."""
 
-    def __init__(self, rank: int, cause: str) -> None:
-        super().__init__(f"lost contact with rank {rank}: {cause}")
-        self.rank = rank
+    def __init__(self, whom: str, cause: object) -> None:
+        super().__init__(f"lost contact with {whom}: {str(cause).splitlines()[0]}")
+
+
+@contextmanager
+def _contact(whom: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise LostContactError(whom, error) from None
 
 
 class Layout(NamedTuple):
@@ -94,6 +102,10 @@ class Communicators:
 
     def make(self, name: str, rank: int, size: int, *, on_cpu: bool = False) -> Any:
         """A group of ``size`` processes, this one with ``rank`` in it."""
+        with _contact(f"the others of group {name}"):
+            return self._make(name, rank, size, on_cpu)
+
+    def _make(self, name: str, rank: int, size: int, on_cpu: bool) -> Any:
         store = PrefixStore(f"group/{name}", self._store)
         if on_cpu or self._device.type == "cpu":
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -104,6 +116,40 @@ class Communicators:
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = FOREVER
         return dist.ProcessGroupNCCL(store, rank, size, nccl)
+
+
+class Group:
+    """What several processes do together, beside the pipeline's own links; every call waits for its end."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        """Send a contiguous tensor."""
+        with _contact(f"process {to}"):
+            self._group.send([tensor], to, 0).wait()
+
+    def receive(self, tensor: torch.Tensor, source: int) -> None:
+        """Fill a tensor with what another process sends."""
+        with _contact(f"process {source}"):
+            self._group.recv([tensor], source, 0).wait()
+
+    def barrier(self) -> None:
+        """Wait for all."""
+        with _contact("other processes"):
+            self._group.barrier().wait()
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        """Put the sum over all processes into a tensor."""
+        with _contact("other replicas"):
+            self._group.allreduce([tensor]).wait()
+
+    def gather(self, tensor: torch.Tensor, size: int) -> list[torch.Tensor]:
+        """The tensors of all ``size`` processes, in their order."""
+        found = [torch.empty_like(tensor) for _ in range(size)]
+        with _contact("other replicas"):
+            self._group.allgather([found], [tensor]).wait()
+        return found
 
 
 # --- receiving --------------------------------------------------------------------------------------------------------
@@ -189,7 +235,7 @@ class _Inbox:
             try:
                 work = self._group.recv([flat], 0, 0)
             except RuntimeError as error:
-                raise LostContactError(self._sender, str(error)) from None
+                raise LostContactError(f"rank {self._sender}", error) from None
         self._flying[self._posted] = (work, flat, layout)
         self._posted += 1
 
@@ -198,7 +244,7 @@ class _Inbox:
         try:
             work = self._group.recv([header], 0, 0)
         except RuntimeError as error:
-            raise LostContactError(self._sender, str(error)) from None
+            raise LostContactError(f"rank {self._sender}", error) from None
         self._wait(work)
         numbers = header.tolist()
         return None if numbers[0] == _ABSENT else Layout.from_numbers(numbers)
@@ -207,7 +253,7 @@ class _Inbox:
         try:
             work.wait()
         except RuntimeError as error:
-            raise LostContactError(self._sender, str(error)) from None
+            raise LostContactError(f"rank {self._sender}", error) from None
 
 
 # --- sending ----------------------------------------------------------------------------------------------------------
@@ -324,7 +370,7 @@ class _Outbox:
         try:
             work = self._group.send([flat], 1, 0)
         except RuntimeError as error:
-            raise LostContactError(self._receiver, str(error)) from None
+            raise LostContactError(f"rank {self._receiver}", error) from None
         self.sent.hold(self._number, work, flat)
 
 

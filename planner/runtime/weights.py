@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from planner.runtime.trainer import Trainer
-from planner.runtime.transport import HEADER_NUMBERS, Layout
+from planner.runtime.transport import HEADER_NUMBERS, Group, Layout
 
 
 def whole_weights(
-    trainer: Trainer, control: Any, global_rank: int, owners: Mapping[str, int]
+    trainer: Trainer, control: Group, global_rank: int, owners: Mapping[str, int]
 ) -> Iterator[tuple[str, Tensor]]:
     """Every parameter by name, sorted, on the CPU, at process 0; the others only send theirs and give nothing.
 
@@ -26,14 +25,14 @@ def whole_weights(
             if global_rank == 0:
                 yield name, own
             else:
-                control.send([torch.tensor(Layout.of(own).numbers())], 0, 0).wait()
+                control.send(torch.tensor(Layout.of(own).numbers()), 0)
                 if own.numel():
-                    control.send([own.reshape(-1).view(torch.uint8)], 0, 0).wait()
+                    control.send(own.reshape(-1).view(torch.uint8), 0)
         elif global_rank == 0:
             header = torch.empty(HEADER_NUMBERS, dtype=torch.int64)
-            control.recv([header], owner, 0).wait()
+            control.receive(header, owner)
             layout = Layout.from_numbers(header.tolist())
             flat = torch.empty(layout.num_bytes, dtype=torch.uint8)
             if layout.num_bytes:
-                control.recv([flat], owner, 0).wait()
+                control.receive(flat, owner)
             yield name, flat.view(layout.dtype).view(layout.shape)

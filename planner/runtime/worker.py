@@ -28,7 +28,7 @@ from planner.runtime.job import RunJob
 from planner.runtime.messages import check_routes, rank_programs
 from planner.runtime.reference import Reference, compare, train_whole
 from planner.runtime.trainer import Shape, Trainer, initial_weights, routes_of
-from planner.runtime.transport import Communicators, LostContactError, Transport
+from planner.runtime.transport import Communicators, Group, LostContactError, Transport
 from planner.runtime.weights import whole_weights
 from planner.schedules import Action, Letter
 
@@ -141,7 +141,7 @@ class _Worker:
         rank_program = rank_programs(job.schedule, found, seconds=self._foretold)
         pairs = sorted({(sender, program.rank) for program in rank_program for sender in program.inbox})
         communicators = Communicators(self.store, device=self.device, one_node=job.one_node)
-        self.control = communicators.make("control", self.global_rank, job.num_processes, on_cpu=True)
+        self.control = Group(communicators.make("control", self.global_rank, job.num_processes, on_cpu=True))
         self.writer.at(State.STARTING)
         mine = rank_program[self.rank]
         transport = Transport(
@@ -156,7 +156,7 @@ class _Worker:
         )
         group = None
         if plan.parallel.data > 1:
-            group = communicators.make(f"replicas{self.rank}", self.replica, plan.parallel.data)
+            group = Group(communicators.make(f"replicas{self.rank}", self.replica, plan.parallel.data))
         self.transport = transport
         return Trainer(
             model_file=model_file,
@@ -193,7 +193,7 @@ class _Worker:
                 return stage.backward_weight_s if stage.returns else backward
 
     def _barrier(self) -> None:
-        self.control.barrier().wait()
+        self.control.barrier()
 
     def _batches(self, model_file: ModelFile) -> Iterator[Batch]:
         return model_file.data(self.job.plan.batch.global_batch, seed=self.job.seed)
@@ -227,9 +227,9 @@ class _Worker:
         losses = torch.tensor(figures.losses, dtype=torch.float64)
         source = self._loss_rank()
         if source and self.global_rank == source:
-            self.control.send([losses], 0, 0).wait()
+            self.control.send(losses, 0)
         if source and self.global_rank == 0:
-            self.control.recv([losses], source, 0).wait()
+            self.control.receive(losses, source)
         weights = whole_weights(trainer, self.control, self.global_rank, self._owners())
         if reference is None:
             for _ in weights:
