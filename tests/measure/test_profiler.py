@@ -68,8 +68,8 @@ def _measured(path: Path, sizes: Sequence[int], *, device: str = "cpu") -> Measu
 @pytest.fixture(scope="module")
 def slept(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     """Six layers that sleep 2 ms forward and 3 ms backward."""
-    path = tmp_path_factory.mktemp("slept") / "naps.py"
-    write_sleep_model(path, layers=6, forward_s=0.002, backward_s=0.003, namespace="profiled_naps")
+    path = tmp_path_factory.mktemp("slept") / "profiled_naps.py"
+    write_sleep_model(path, layers=6, forward_s=0.002, backward_s=0.003)
     return _measured(path, (2,))
 
 
@@ -289,7 +289,7 @@ def test_what_does_not_fit_is_left_out_and_said(tmp_path: Path) -> None:
 
 
 def test_neighbours_work_until_they_are_no_more_needed(tmp_path: Path) -> None:
-    path = write_sleep_model(tmp_path / "naps.py", layers=2, forward_s=0.0, backward_s=0.0, namespace="busy_naps")
+    path = write_sleep_model(tmp_path / "busy_naps.py", layers=2, forward_s=0.0, backward_s=0.0)
     with busy_neighbours(path, microbatch_size=1, count=1) as started:
         assert wait_until_busy(started) == 1
         before = _cpu_seconds(started[0].pid)
