@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,17 @@ EXAMPLE_PLANS: dict[str, dict[str, Any]] = {
     "zb-h2 on 2": {"num_ranks": 2, "schedule": ScheduleName.ZB_H2},
     "zb-v on 2": {"num_ranks": 2, "virtual": 2, "schedule": ScheduleName.ZB_V, "placement": Placement.V},
 }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["gpt", "gpt tied", "vgg16", "unet"])
+def test_the_examples_lose_what_a_plain_loop_loses(model: str, tmp_path: Path) -> None:
+    text = (EXAMPLES / f"{model.split()[0]}.py").read_text()
+    text = re.sub(r"^DROPOUT = .*", "DROPOUT = 0.0", text, flags=re.MULTILINE).replace("Dropout()", "Dropout(0.0)")
+    path = tmp_path / "model.py"
+    path.write_text(text.replace("TIED = False", "TIED = True") if "tied" in model else text)
+    result = run(plan_of(path, num_ranks=2, microbatches=M), tmp_path, steps=4, seed=3).result
+    assert result.losses == pytest.approx(plain_losses(path, microbatch_size=2, steps=4, seed=3), rel=1e-4)
 
 
 @pytest.mark.slow
