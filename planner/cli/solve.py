@@ -50,20 +50,26 @@ def solve(
 
     Exit code 3 where nothing fits, with what is missing and the smallest change that would do.
     """
+    from planner.files import check_replaceable, check_writable, plain
     from planner.plan import write_plan
     from planner.plan.build import plan_of
     from planner.search.shortfall import NoPlanFitsError
 
-    path = profile or _newest()
-    asked, graph = _asked(path, gpus, batch, memory, cluster, max_seconds, schedule, pipeline, microbatch, recompute)
+    notes: list[str] = []
+    path = profile or _newest(notes)
+    check_replaceable(output, "pipeplan-plan")
+    check_writable(output)
+    asked, graph = _asked(
+        path, notes, gpus, batch, memory, cluster, max_seconds, schedule, pipeline, microbatch, recompute
+    )
     try:
         found = _search(graph, asked)
     except NoPlanFitsError as error:
         if as_json:
-            from planner.files import plain
-
             print_json({"missing": [plain(entry) for entry in error.missing], "smallest_change": error.smallest_change})
         raise
+    for note in notes:
+        err.print(note, markup=False, soft_wrap=True)
     plan = plan_of(found, profile_path=path, plan_path=output)
     write_plan(plan, output)
     if as_json:
@@ -75,17 +81,18 @@ def solve(
         raise KeyboardInterrupt
 
 
-def _newest() -> Path:
-    """The newest file in profiles/, said aloud."""
+def _newest(notes: list[str]) -> Path:
+    """The newest file in profiles/, and a note that says so."""
     files = sorted(Path("profiles").glob("*.json"), key=lambda file: (file.stat().st_mtime, file.name))
     if not files:
         raise InputError("profiles/: holds no profile", hint="make one with: pipeplan profile model.py")
-    err.print(f"profile: {files[-1]} (the newest in profiles/)", markup=False, soft_wrap=True)
+    notes.append(f"profile: {files[-1]} (the newest in profiles/)")
     return files[-1]
 
 
 def _asked(
     path: Path,
+    notes: list[str],
     gpus: int,
     batch: int | None,
     memory: str | None,
@@ -96,7 +103,7 @@ def _asked(
     microbatch: str | None,
     recompute: Recompute,
 ) -> tuple[Asked, LayerGraph]:
-    """What is searched for, its defaults filled and said."""
+    """What is searched for, its defaults filled, and noted where a person may wonder."""
     from planner.cluster import read_cluster, resolve
     from planner.graph import LayerGraph
     from planner.profile import read_profile
@@ -107,7 +114,7 @@ def _asked(
     graph = LayerGraph.of(read)
     return Asked(
         gpus=gpus,
-        global_batch=batch or read.global_batch or _default_batch(graph, gpus),
+        global_batch=batch or read.global_batch or _default_batch(graph, gpus, notes),
         cluster=resolve(
             read_cluster(cluster) if cluster is not None else None,
             read,
@@ -121,15 +128,11 @@ def _asked(
     ), graph
 
 
-def _default_batch(graph: LayerGraph, gpus: int) -> int:
+def _default_batch(graph: LayerGraph, gpus: int, notes: list[str]) -> int:
     from planner.search.space import largest_batch
 
     size = largest_batch(graph, gpus)
-    err.print(
-        f"global batch: {size} samples (8 · {gpus} GPUs · the largest measured micro-batch size; --batch sets it)",
-        markup=False,
-        soft_wrap=True,
-    )
+    notes.append(f"global batch: {size} samples (8 · {gpus} GPUs · the largest measured size; --batch sets it)")
     return size
 
 

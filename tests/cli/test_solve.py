@@ -1,0 +1,146 @@
+"""``pipeplan solve``: the plan it writes, what it says, what it refuses, and where nothing fits."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.command import pipeplan, refused
+from support.random_profiles import random_profile
+
+from planner.plan import read_plan
+from planner.plan.check import check_plan, profile_of
+from planner.profile import Profile, read_profile, write_profile
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder with one profile of six layers in profiles/."""
+    monkeypatch.chdir(tmp_path)
+    write_profile(six_layers(), tmp_path / "profiles" / "chain.json")
+    return tmp_path
+
+
+def six_layers() -> Profile:
+    seeds = (random.Random(seed) for seed in range(1000))
+    made = (random_profile(rng, chain=True, most_layers=6) for rng in seeds)
+    return next(profile for profile in made if len(profile.layers) == 6)
+
+
+def test_the_plan_keeps_all_rules_and_every_figure_in_it_is_fresh(here: Path) -> None:
+    answer = pipeplan("solve", "--gpus", 3, "--batch", 8, "--explain")
+    assert answer.code == 0, answer
+    assert "profiles/chain.json (the newest in profiles/)" in answer.err
+    plan = read_plan(here / "plan.yaml")
+    checked = check_plan(plan, profile_of(plan, here / "plan.yaml"))
+    assert (checked.errors, checked.overflows, checked.stale) == ((), (), ())
+    assert plan.predicted is not None
+    assert plan.predicted.bound_s is not None
+    assert plan.predicted.gap == pytest.approx(plan.predicted.iteration_s / plan.predicted.bound_s - 1)
+    assert plan.search is not None
+    assert plan.search.gpus == 3
+    assert plan.search.proven
+    for word in ("one GPU", "even by layers", "even by parameters"):
+        assert word in answer.out
+
+
+def test_json_holds_the_plan_and_what_it_is_compared_with(here: Path) -> None:
+    answer = pipeplan("solve", "--gpus", 3, "--batch", 8, "--json", "-o", "plans/mine.yaml")
+    document = json.loads(answer.out)
+    assert document["format"] == "pipeplan-plan/1"
+    best = document["predicted"]["iteration_s"]
+    assert {entry["name"] for entry in document["baselines"]} == {"one GPU", "even by layers", "even by parameters"}
+    assert all(entry["iteration_s"] >= best * (1 - 1e-9) for entry in document["alternatives"] + document["baselines"])
+    assert document["profile"]["path"] == "../profiles/chain.json"
+    assert read_plan(here / "plans/mine.yaml").predicted is not None
+
+
+def test_options_narrow_the_search(here: Path) -> None:
+    words = ("--pipeline", "2,3", "--microbatch", "2", "--schedule", "gpipe", "--recompute", "all")
+    document = json.loads(pipeplan("solve", "--gpus", 3, "--batch", 8, "--json", *words).out)
+    assert document["parallel"]["pipeline"] in (2, 3)
+    assert document["batch"]["microbatch"] == 2
+    assert document["schedule"]["name"] == "gpipe"
+    assert all(stage["recompute"] for stage in document["stages"])
+    wider = json.loads(pipeplan("solve", "--gpus", 3, "--batch", 8, "--json").out)
+    assert wider["predicted"]["iteration_s"] <= document["predicted"]["iteration_s"] * (1 + 1e-9)
+
+
+def test_one_input_gives_one_plan(here: Path) -> None:
+    def stages_of(name: str) -> str:
+        pipeplan("solve", "--gpus", 4, "--batch", 8, "-o", name)
+        plan = read_plan(here / name)
+        return repr(dataclasses.replace(plan, search=None))
+
+    assert stages_of("one.yaml") == stages_of("two.yaml")
+
+
+def test_without_a_batch_it_says_which_it_took(here: Path) -> None:
+    answer = pipeplan("solve", "--gpus", 2)
+    assert "global batch: 32 samples" in answer.err
+    assert read_plan(here / "plan.yaml").batch.global_batch == 32
+
+
+def test_where_nothing_fits_it_says_what_is_missing_and_what_would_do(here: Path) -> None:
+    words = ("solve", "--gpus", 2, "--batch", 8)
+    line = refused(pipeplan(*words, "--memory", "200"), code=3)
+    assert "no plan fits" in line
+    assert "bytes) more than" in line
+    answer = pipeplan(*words, "--memory", "200", "--json")
+    document = json.loads(answer.out)
+    assert document["missing"][0].keys() == {"rank", "stage", "bytes"}
+    assert document["smallest_change"] in line
+    assert not (here / "plan.yaml").exists()
+    enough = document["smallest_change"].split("--memory ")[1].split()[0]
+    assert pipeplan(*words, "--memory", enough).code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        (("--gpus", "0"), "gpus"),
+        (("--gpus", "2", "--batch", "7", "--microbatch", "2"), "multiple"),
+        (("--gpus", "2", "--microbatch", "3"), "no costs at micro-batch size 3"),
+        (("--gpus", "2", "--microbatch", "two"), "--microbatch"),
+        (("--gpus", "2", "--pipeline", "5"), "no pipeline size"),
+        (("--gpus", "2", "--schedule", "1f2b"), "1f2b"),
+        (("--gpus", "2", "--memory", "much"), "much"),
+        (("--gpus", "2", "--cluster", "none.yaml"), "none.yaml"),
+        (("--gpus", "2", "-o", "profiles"), "profiles"),
+        (("none.json", "--gpus", "2"), "none.json"),
+    ],
+)
+def test_whatever_is_wrong_is_one_line(here: Path, words: tuple[str, ...], fault: str) -> None:
+    line = refused(pipeplan("solve", *words))
+    assert fault in line
+    assert not (here / "plan.yaml").exists()
+
+
+def test_without_a_profile_it_says_how_to_make_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "pipeplan profile" in refused(pipeplan("solve", "--gpus", 2))
+
+
+def test_it_overwrites_nothing_but_plans(here: Path) -> None:
+    (here / "notes.yaml").write_text("mine\n")
+    refused(pipeplan("solve", "--gpus", 2, "-o", "notes.yaml"))
+    assert (here / "notes.yaml").read_text() == "mine\n"
+
+
+def test_it_does_not_import_torch(here: Path) -> None:
+    code = (
+        "import sys\nfrom planner.cli.main import main\n"
+        "try:\n    main(['solve', '--gpus', '2', '--batch', '8'])\nexcept SystemExit as end:\n    assert not end.code\n"
+        "assert 'torch' not in sys.modules"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=here, env=os.environ, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert read_profile(here / "profiles/chain.json").layers
