@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich import box
 from rich.table import Table
@@ -14,26 +14,36 @@ from planner.units import format_bytes, format_seconds
 
 def plans_table(found: Found, *, most: int = 6) -> Table:
     """The best plan of each configuration, fastest first, then the baselines."""
-    table = _table("plan", "GPUs", "b · M", "schedule", "iteration", "ratio", "bubble", "memory", left=("schedule",))
-    for place, candidate in enumerate(found.alternatives[:most]):
-        style = "bold" if place == 0 else ""
-        table.add_row(*_row(found, "best" if place == 0 else "next best", candidate), style=style)
-    table.add_section()
+    plans = [
+        _row(found, "next best" if place else "best", candidate)
+        for place, candidate in enumerate(found.alternatives[:most])
+    ]
+    by_hand: list[tuple[str, ...]] = []
     for baseline in found.baselines:
         if baseline.candidate is None:
-            table.add_row(baseline.name, "", "", "cannot be made")
+            by_hand.append((baseline.name, "", "", "cannot be made", "", "", "", ""))
         else:
             *figures, memory = _row(found, baseline.name, baseline.candidate)
-            table.add_row(*figures, memory if baseline.fits else f"{memory} (!)")
-    return table
+            by_hand.append((*figures, memory if baseline.fits else f"{memory} (!)"))
+    headings = ("plan", "GPUs", "b · M", "schedule", "iteration", "ratio", "bubble", "memory")
+    return _table(headings, (plans, by_hand), words=("plan", "schedule"))
 
 
-def _table(*headings: str, left: tuple[str, ...] = ()) -> Table:
-    """A table without walls; the first column and those named stand to the left, numbers to the right."""
+def _table(
+    headings: tuple[str, ...], sections: Sequence[Sequence[tuple[str, ...]]], *, words: tuple[str, ...]
+) -> Table:
+    """A table without walls. Columns of ``words`` stand to the left and are cut where room is short, numbers never."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True, header_style="bold")
     for place, heading in enumerate(headings):
-        to_left = place == 0 or heading in left
-        table.add_column(heading, justify="left" if to_left else "right", no_wrap=heading != "layers")
+        width = max(len(row[place]) for section in (*sections, [headings]) for row in section)
+        if heading in words:
+            table.add_column(heading, justify="left", no_wrap=True, overflow="ellipsis")
+        else:
+            table.add_column(heading, justify="right", no_wrap=True, min_width=width)
+    for section in sections:
+        table.add_section()
+        for row in section:
+            table.add_row(*row, style="bold" if row[0] == "best" else "")
     return table
 
 
@@ -128,19 +138,22 @@ def _gpus(count: int) -> str:
 
 def stages_table(candidate: Candidate) -> Table:
     """The cut: what each stage holds and costs; share is its load over the mean one."""
-    table = _table("stage", "layers", "F", "B", "share", "parameters", "sends", "memory", left=("layers",))
     loads = [stage.forward_s + stage.backward_input_s + stage.backward_weight_s for stage in candidate.stages]
     mean = sum(loads) / len(loads)
+    rows = []
     for stage, load in zip(candidate.stages, loads, strict=True):
         names = stage.layers
-        table.add_row(
-            str(stage.stage),
-            names[0] if len(names) == 1 else f"{names[0]}…{names[-1]} ({len(names)})",
-            format_seconds(stage.forward_s),
-            format_seconds(stage.backward_input_s + stage.backward_weight_s),
-            f"{load / mean:.1%}" if mean else "",
-            format_bytes(stage.parameter_bytes),
-            format_bytes(sum(entry.bytes for entry in stage.sends)) if stage.sends else "",
-            format_bytes(candidate.timeline.ranks[stage.rank].peak_memory_bytes),
+        rows.append(
+            (
+                str(stage.stage),
+                names[0] if len(names) == 1 else f"{names[0]}…{names[-1]} ({len(names)})",
+                format_seconds(stage.forward_s),
+                format_seconds(stage.backward_input_s + stage.backward_weight_s),
+                f"{load / mean:.0%}" if mean else "",
+                format_bytes(stage.parameter_bytes),
+                format_bytes(sum(entry.bytes for entry in stage.sends)) if stage.sends else "",
+                format_bytes(candidate.timeline.ranks[stage.rank].peak_memory_bytes),
+            )
         )
-    return table
+    headings = ("k", "layers", "F", "B", "share", "params", "sends", "memory")
+    return _table(headings, [rows], words=("layers",))

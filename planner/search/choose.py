@@ -13,6 +13,7 @@ faster on any cut. All limits are counts (cuts, nodes, simulated actions), so on
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import math
@@ -38,7 +39,7 @@ from planner.search.result import Candidate, Found
 from planner.search.shortfall import no_plan_fits
 from planner.search.space import Asked, Configuration, cheap_bound, configurations
 from planner.search.suffix import BoundedCut, Shape, SuffixBound
-from planner.simulate import Job, Walk
+from planner.simulate import Job, Walk, simulate
 
 _EQUAL: Final = 1e-9
 SCHEDULES: Final = (ScheduleName.GPIPE, ScheduleName.ONE_F_ONE_B)
@@ -53,7 +54,9 @@ CLIMB_SIMULATIONS: Final = 35
 """Simulations of one cut's climb over warm-up depths; its starts take about 25 of them."""
 POLISH_SIMULATIONS: Final = 400
 """Simulations of the climb of the best cut of all."""
-PROOF_ACTIONS: Final = 6_000_000
+TIMING_ACTIONS: Final = 8_000_000
+"""Simulated actions that timing cuts may take in all; after that a configuration's first cut is all that is timed."""
+PROOF_ACTIONS: Final = 4_000_000
 """Simulated actions that the proofs over warm-up depths may take in all."""
 PROOF_NODES: Final = 2_000
 """Nodes of one ILP's branch and bound."""
@@ -83,7 +86,6 @@ Watch = Callable[[Progress], None]
 class _OpenCut:
     """A cut whose best depths are not proven."""
 
-    depths: Depths1F1B
     configuration: Configuration
     job: Job
     bound_s: float
@@ -98,6 +100,7 @@ class _State:
     solved: set[Configuration] = field(default_factory=set)
     pruned: int = 0
     complete: bool = True
+    timing_left: int = TIMING_ACTIONS
     interrupted: bool = False
 
 
@@ -317,7 +320,8 @@ class _Search:
         ties_seen = 0
         for count, cut in enumerate(suffix.cuts(below_s * (1 + 2 * _EQUAL), MOST_NODES)):
             best = self._best_s()
-            if cut is None or count >= MOST_CUTS:
+            spent = count > 0 and self.state.timing_left <= 0
+            if cut is None or count >= MOST_CUTS or spent:
                 bound = cut.bound_s if cut is not None else suffix.bound_s
                 self.state.complete &= bound >= best * (1 - _EQUAL)
                 return True
@@ -374,21 +378,26 @@ class _Search:
             return
         depths = Depths1F1B(walk, self.limit)
         effort = CLIMB_SIMULATIONS * 2 * configuration.num_microbatches * configuration.pipeline
+        effort = min(effort, max(self.state.timing_left, 0))
         if ScheduleName.ONE_F_ONE_B in self.asked.schedules:
             timed = depths.climb(bound, effort)
             if timed is None or timed.iteration_s > bound * (1 + _EQUAL):
                 seconds = timed.iteration_s if timed is not None else math.inf
                 self.state.open_cuts.append(
-                    _OpenCut(depths=depths, configuration=configuration, job=job, bound_s=bound, timed_s=seconds)
+                    _OpenCut(configuration=configuration, job=job, bound_s=bound, timed_s=seconds)
                 )
         else:
             timed = depths.timed((configuration.num_microbatches,) * configuration.pipeline)
+        self.state.timing_left -= depths.spent
         if timed is not None:
             self._offer(configuration, job, timed)
 
     def _offer(self, configuration: Configuration, job: Job, timed: Timed) -> None:
         """Take a timed cut where it is better than what there is."""
         state = self.state
+        known = state.per_configuration.get(configuration)
+        if known is not None and timed.iteration_s > known.iteration_s * (1 + _EQUAL):
+            return
         everything = all(depth == configuration.num_microbatches for depth in timed.depths)
         gpipe = everything and ScheduleName.GPIPE in self.asked.schedules
         candidate = Candidate(
@@ -396,9 +405,9 @@ class _Search:
             job=job,
             schedule=ScheduleName.GPIPE if gpipe else ScheduleName.ONE_F_ONE_B,
             warmup=None if gpipe else timed.depths,
-            timeline=timed.timeline,
+            timeline=simulate(job, Depths1F1B(Walk(job), None).schedule(timed.depths)),
         )
-        if candidate.better_than(state.per_configuration.get(configuration)):
+        if candidate.better_than(known):
             state.per_configuration[configuration] = candidate
         if candidate.better_than(state.best):
             state.best = candidate
@@ -408,7 +417,8 @@ class _Search:
         near = [cut for cut in self.state.open_cuts if cut.timed_s <= self._best_s() * (1 + _EQUAL)]
         for cut in sorted(near, key=lambda cut: cut.bound_s)[:2]:
             count, ranks = cut.configuration.num_microbatches, cut.configuration.pipeline
-            timed = cut.depths.climb(cut.bound_s, POLISH_SIMULATIONS * 2 * count * ranks)
+            depths = Depths1F1B(Walk(cut.job), self.limit)
+            timed = depths.climb(cut.bound_s, POLISH_SIMULATIONS * 2 * count * ranks)
             if timed is not None:
                 self._offer(cut.configuration, cut.job, timed)
 
@@ -420,15 +430,15 @@ class _Search:
             best = state.best.iteration_s if state.best else math.inf
             if cut.bound_s >= best * (1 - _EQUAL):
                 continue
-            self._tell(cut.bound_s, 0)
 
             def found(timed: Timed, cut: _OpenCut = cut) -> float:
                 self._offer(cut.configuration, cut.job, timed)
                 return self.state.best.iteration_s if self.state.best else timed.iteration_s
 
-            before = cut.depths.spent
-            state.complete &= left > 0 and cut.depths.none_faster(best, left, found)
-            left -= cut.depths.spent - before
+            depths = Depths1F1B(Walk(cut.job), self.limit)
+            pulse = functools.partial(self._tell, cut.bound_s, 0)
+            state.complete &= left > 0 and depths.none_faster(best, left, found, pulse)
+            left -= depths.spent
 
 
 class _OutOfTimeError(Exception):

@@ -15,31 +15,32 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from itertools import chain
 from typing import Final
 
 from planner.errors import InputError
-from planner.schedules import Action, Letter, Order, Placement, Schedule, ScheduleName, build
+from planner.schedules import Action, Letter, Order, Schedule
 from planner.search.bound import Endings, most_in_flight
-from planner.simulate import Timeline, Walk, simulate
+from planner.simulate import Walk, simulate
 from planner.simulate.greedy import Rule, Turn, greedy
 from planner.simulate.memory import resident_bytes
 
 Depths = tuple[int, ...]
 _EQUAL: Final = 1e-9
+_GREEDY_MOST: Final = 40_000
+"""Micro-batches times ranks up to which greedy orders are made: they take as long as eight simulations each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timed:
-    """A warm-up and the iteration that the time model gives it, memory included."""
+    """A warm-up and the iteration that the time model gives it; it fits, messages included."""
 
     iteration_s: float
     depths: Depths
-    timeline: Timeline
 
 
 class Depths1F1B:
-    """The depths of one job with one stage a rank; orders and times are made once each.
+    """The depths of one job with one stage a rank.
 
     ``spent``: simulated actions so far, the measure of effort that limits every search here.
     """
@@ -48,52 +49,53 @@ class Depths1F1B:
         self.walk: Final = walk
         self.job: Final = walk.job
         self.limit_bytes: Final = limit_bytes
-        self.most: Final = tuple(most_in_flight(walk.job, stage) for stage in walk.job.stages)
+        self.most: Depths = tuple(most_in_flight(walk.job, stage) for stage in walk.job.stages)
         self.endings: Final = Endings(walk.job)
         self.spent = 0
-        self._orders: dict[tuple[int, int], Order] = {}
         self._times: dict[Depths, float] = {}
+        count, ranks = self.job.num_microbatches, range(len(self.most))
+        self._forwards: Final[list[Order]] = [
+            tuple(Action(rank, Letter.FORWARD, m) for m in range(count)) for rank in ranks
+        ]
+        self._backwards: Final[list[Order]] = [
+            tuple(Action(rank, Letter.BACKWARD, m) for m in range(count)) for rank in ranks
+        ]
 
     def schedule(self, depths: Depths) -> Schedule:
-        """1F1B at these depths."""
+        """1F1B at these depths, as planner.schedules builds it."""
         return tuple(self._order(rank, depth) for rank, depth in enumerate(depths))
 
     def _order(self, rank: int, depth: int) -> Order:
-        if (rank, depth) not in self._orders:
-            made = build(
-                ScheduleName.ONE_F_ONE_B,
-                num_ranks=1,
-                virtual=1,
-                num_microbatches=self.job.num_microbatches,
-                placement=Placement.LOOP,
-                warmup=(depth,),
-            )[0]
-            self._orders[rank, depth] = tuple(Action(rank, letter, m) for _, letter, m in made)
-        return self._orders[rank, depth]
+        """The forwards of the warm-up, backwards and forwards in turn, the backwards that remain."""
+        forwards, backwards = self._forwards[rank], self._backwards[rank]
+        in_turn = chain.from_iterable(zip(backwards, forwards[depth:], strict=False))
+        return (*forwards[:depth], *in_turn, *backwards[len(forwards) - depth :])
 
     def seconds(self, depths: Depths) -> float:
         """The iteration at these depths; infinite where memory does not hold so many, or ranks wait for ever."""
+        if any(depth > most for depth, most in zip(depths, self.most, strict=True)):
+            return math.inf
         if depths not in self._times:
-            fits = all(depth <= most for depth, most in zip(depths, self.most, strict=True))
-            if fits:
-                self.spent += 2 * self.job.num_microbatches * len(depths)
-                try:
-                    self._times[depths] = simulate(self.walk, self.schedule(depths), memory=False).iteration_s
-                except InputError:  # a rank that waits for more forwards than the one before it lets out
-                    self._times[depths] = math.inf
-            else:
+            self.spent += 2 * self.job.num_microbatches * len(depths)
+            try:
+                self._times[depths] = simulate(self.walk, self.schedule(depths), memory=False).iteration_s
+            except InputError:  # a rank that waits for more forwards than the one before it lets out
                 self._times[depths] = math.inf
         return self._times[depths]
 
     def timed(self, depths: Depths) -> Timed | None:
-        """The whole timeline at these depths; None where it does not fit, messages included."""
-        if not math.isfinite(self.seconds(depths)):
+        """The time at these depths; None where they do not fit, messages included."""
+        if not math.isfinite(self.seconds(depths)) or any(self._over(depths)):
             return None
-        self.spent += 6 * self.job.num_microbatches * len(depths)
+        return Timed(iteration_s=self.seconds(depths), depths=depths)
+
+    def _over(self, depths: Depths) -> list[bool]:
+        """Which ranks' peaks are over the limit."""
+        if self.limit_bytes is None:
+            return []
+        self.spent += 12 * self.job.num_microbatches * len(depths)
         timeline = simulate(self.walk, self.schedule(depths))
-        if self.limit_bytes is not None and max(use.peak_memory_bytes for use in timeline.ranks) > self.limit_bytes:
-            return None
-        return Timed(iteration_s=timeline.iteration_s, depths=depths, timeline=timeline)
+        return [use.peak_memory_bytes > self.limit_bytes for use in timeline.ranks]
 
     # --- start and climb ----------------------------------------------------------------------------------------------
 
@@ -115,6 +117,8 @@ class Depths1F1B:
         budgets = tuple(
             None if limit is None else limit - resident_bytes(self.job, rank) for rank in range(len(self.most))
         )
+        if self.job.num_microbatches * len(self.most) > _GREEDY_MOST:
+            return
         for alternate in (False, True):
             self.spent += 16 * self.job.num_microbatches * len(self.most)
             rule = Rule(split=False, turn=Turn.DEEPEST, alternate=alternate, patience=0.0, budget_bytes=budgets)
@@ -133,33 +137,52 @@ class Depths1F1B:
         return trips, pace
 
     def climb(self, target_s: float, effort: int) -> Timed | None:
-        """The best depths found that fit: from every start, downhill until nothing near is faster.
+        """The best depths found that fit: from the best starts, downhill until nothing near is faster.
 
-        Ends early at ``target_s`` (a bound), or after about ``effort`` simulated actions.
+        Ends early at ``target_s`` (a bound), or after about ``effort`` simulated actions. Where messages take the
+        memory that the depths found would need, their ranks get less, and the climb begins anew.
         """
-        until = self.spent + effort
-        best: Timed | None = None
+        whole = self.most
+        try:
+            while True:
+                best = self._climbed(target_s, self.spent + effort)
+                over = self._over(best) if best is not None else []
+                if best is None or not any(over):
+                    return Timed(iteration_s=self.seconds(best), depths=best) if best is not None else None
+                self.most = tuple(
+                    min(most, depth - 1) if beyond else most
+                    for most, depth, beyond in zip(self.most, best, over, strict=True)
+                )
+                if min(self.most) < 1:
+                    return None
+        finally:
+            self.most = whole
+
+    def _climbed(self, target_s: float, until: int) -> Depths | None:
+        best: Depths | None = None
         for start in sorted(self.starts(), key=lambda depths: (self.seconds(depths), depths)):
             found = self._downhill(start, target_s, until)
-            if found is not None and (best is None or _less(found.iteration_s, best.iteration_s)):
+            if self._allowed(found) and (best is None or _less(self.seconds(found), self.seconds(best))):
                 best = found
-            if (best is not None and best.iteration_s <= target_s * (1 + _EQUAL)) or self.spent > until:
+            if (best is not None and self.seconds(best) <= target_s * (1 + _EQUAL)) or self.spent > until:
                 break
         return best
 
-    def _downhill(self, depths: Depths, target_s: float, until: int) -> Timed | None:
-        best = self.timed(depths)
-        moved = best is not None
-        while moved and self.spent <= until:
+    def _allowed(self, depths: Depths) -> bool:
+        """Whether the depths come to an end within what each rank may hold now."""
+        within = all(depth <= most for depth, most in zip(depths, self.most, strict=True))
+        return within and math.isfinite(self.seconds(depths))
+
+    def _downhill(self, depths: Depths, target_s: float, until: int) -> Depths:
+        moved = math.isfinite(self.seconds(depths))
+        while moved:
             moved = False
             for near in self._near(depths):
                 if self.spent > until or self.seconds(depths) <= target_s * (1 + _EQUAL):
-                    break
+                    return depths
                 if _less(self.seconds(near), self.seconds(depths)):
-                    found = self.timed(near)
-                    if found is not None:
-                        best, depths, moved = found, near, True
-        return best
+                    depths, moved = near, True
+        return depths
 
     def _near(self, depths: Depths) -> Iterator[Depths]:
         """One and two more or fewer on one rank, one more or fewer on a run of ranks from either end."""
@@ -174,11 +197,13 @@ class Depths1F1B:
 
     # --- proof --------------------------------------------------------------------------------------------------------
 
-    def none_faster(self, below_s: float, effort: int, found: Callable[[Timed], float]) -> bool:
+    def none_faster(
+        self, below_s: float, effort: int, found: Callable[[Timed], float], pulse: Callable[[], None]
+    ) -> bool:
         """Whether it is proven that no depths that fit are faster than ``below_s``.
 
-        Whatever fits and is faster goes to ``found``, which says what has to be beaten from then on. False where the
-        effort (simulated actions) runs out.
+        Whatever fits and is faster goes to ``found``, which says what has to be beaten from then on. ``pulse`` is
+        called now and then, and may raise. False where the effort (simulated actions) runs out.
         """
         until = self.spent + effort
         tails = self._tails()
@@ -188,6 +213,7 @@ class Depths1F1B:
             if self.spent > until:
                 return False
             rank, fixed = stack.pop()
+            pulse()
             if self._bound(rank, fixed, tails) >= limit * (1 - _EQUAL):
                 continue
             if rank:
@@ -213,20 +239,10 @@ class Depths1F1B:
         """How long a B of a stage keeps its rank."""
         return self.walk.durations[stage].backward_s + self.walk.returns[stage].added_s
 
-    @cached_property
-    def _side_by_side(self) -> tuple[list[Order], list[Order]]:
-        """All forwards of each rank, and all backwards."""
-
-        def each(letter: Letter) -> list[Order]:
-            microbatches = range(self.job.num_microbatches)
-            return [tuple(Action(rank, letter, m) for m in microbatches) for rank in range(len(self.most))]
-
-        return each(Letter.FORWARD), each(Letter.BACKWARD)
-
     def _bound(self, rank: int, fixed: Depths, tails: Sequence[float]) -> float:
         """No choice of depths for the ranks below ``rank`` ends sooner."""
         count = self.job.num_microbatches
-        forwards, backwards = self._side_by_side[0][:rank], self._side_by_side[1][:rank]
+        forwards, backwards = self._forwards[:rank], self._backwards[:rank]
         orders = [self._order(rank + place, depth) for place, depth in enumerate(fixed)]
         self.spent += 2 * count * len(self.most)
         try:

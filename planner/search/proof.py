@@ -4,7 +4,7 @@ With PF and PB the prefix sums of F and B = I + W through a stage (links ahead a
 stages k0 < k1 < ... and every a, b below v:
 
     fused   T >= PF[ka - 1] + M · (load of r - F of its first a - B of its lowest b) + PB[kb - 1]
-    split   T >= PF[ka - 1] + M · (load of r - F of its first a)
+    split   T >= PF[ka - 1] + M · (load of r - F of its first a),   with v = 1 also T >= PF[r-1] + M · (F + I) + PI[r-1]
 
 On a DAG a stage surely follows the stages that hold layers of the spine only if it holds one itself: a binary h[k] says
 so, and the prefix sums and rows of a stage without one fall back to what holds alone, T >= M · load.
@@ -90,6 +90,8 @@ class _Rows:
         )
         self.F: Final = self._loads(self.forward)
         self.B: Final = self._loads(self.backward)
+        # what lies on the way back: B, or I where it is split
+        self.handed: Final = self.B if shape.fused else self._loads([float(i) / scale for i in layers.input_s + again])
         self._messages()
         self._prefixes()
         for rank in range(shape.num_ranks):
@@ -122,6 +124,8 @@ class _Rows:
                 if self.graph.is_chain:  # elsewhere the spine may pass a stage by: left out, which bounds as well
                     self.F[k] = self.F[k] + self.ahead[k]
                     backwards[k + 1] = backwards[k + 1] + self.back[k]
+                    if not self.shape.fused:
+                        self.handed[k + 1] = self.handed[k + 1] + self.back[k]
                 self.ahead[k] = self.back[k] = Linear()
             elif self.merged:
                 self.ahead[k], self.back[k] = self.model.stored(self.ahead[k] + self.back[k]), Linear()
@@ -147,7 +151,7 @@ class _Rows:
         before_f = before_b = Linear()
         for k in range(self.num_stages - 1):
             ahead = before_f + self.F[k] + self.ahead[k]
-            back = before_b + self.B[k] + self.back[k]
+            back = before_b + self.handed[k] + self.back[k]
             free = Linear(constant=self.most) - self.holds[k] * self.most
             if free.terms or self.broken[k].terms or self.broken[k].constant:
                 reached, returned = model.variable(), model.variable()
@@ -199,6 +203,10 @@ class _Rows:
                         self._guarded(ended + self.post_first, 0, first, lowest)
                         self._guarded(ended, first, lowest)
                     dropped.add(self.B[lowest])
+            elif len(stages) == 1 and first > 0:
+                ended = self.PF[first - 1] + (self.F[first] + self.handed[first]) * count + self.PB[first - 1]
+                self._guarded(ended + self.post_first, 0, first)
+                self._guarded(ended, first)
 
     def _guarded(self, row: Linear, *stages: int) -> None:
         """A row that holds only where these stages hold layers of the spine."""

@@ -2,13 +2,14 @@
 
 For a stage from ideal A to ideal B on rank r, any order of actions has (F, B = I + W its times, c the links at B):
 
-    R_r(A) = min over B of max( M·(F+B), slot rows, link rows,  F + c + R_{r+1}(B) + c' + B )     fused, to r's last B
+    R_r(A) = min over B of max( M·(F+B), slot rows, link rows,  F + c + R_{r+1}(B) + c' + B )     to r's last B
     G_r(A) = min over B of max( R_r(A; B) + post_r,  F + c + G_{r+1}(B) )                         to the end of all
 
-where post is what surely follows on a rank (all-reduce over replicas, optimizer step). With split backwards a rank's
-last W may have nothing after it, so R is the stage's own rows alone. Slot rows: at most d micro-batches fit between F
-and B, and a round trip lasts ``RTT``: ceil(M/d)·RTT, and RTT - B + M·B + (M-d)·F. A stage that holds no layer of the
-spine (see figures) need not come after the stages before it: it only has M·(F+B), from the very start.
+where post is what surely follows on a rank (all-reduce over replicas, optimizer step). With split backwards R has I for
+B, to r's last I, and a rank's last W may have nothing after it: G takes in M·(F+I+W) + post_r besides. Slot rows: at
+most d micro-batches fit between F and B, and a round trip lasts ``RTT``: ceil(M/d)·RTT, and RTT - B + M·B + (M-d)·F. A
+stage that holds no layer of the spine (see figures) need not come after the stages before it: it only has M·(F+B), from
+the very start.
 
 G_0(empty) is the bound. The same tables complete any begun cut, so that cuts can be walked in order of their bound.
 """
@@ -208,15 +209,15 @@ class SuffixBound:
         out = backward_s if self.shape.fused else input_s
         own_trip = forward_s + out
         own_trip = own_trip + np.where(on_spine & returns, ahead_s + trip + back_s, 0.0)
-        own = self._own_rows(rank, options, forward_s, backward_s, out, own_trip, trip, ahead_s, back_s)
-        load = microbatches * (forward_s + backward_s)
-        through = forward_s + ahead_s + last + back_s + backward_s if self.shape.fused else np.full(len(end), -np.inf)
-        on_rank = np.where(on_spine, np.maximum(own, np.where(returns, through, -np.inf)), last)
+        own, closed = self._own_rows(rank, options, forward_s, backward_s, out, own_trip, trip, ahead_s, back_s)
+        through = forward_s + ahead_s + last + back_s + out
+        on_rank = np.where(on_spine, np.maximum(closed, np.where(returns, through, -np.inf)), last)
         post_s = self.post_s(rank, options)
-        aside = load + post_s - (self.figures.forward_before_s[self.start[options]] + self.most_ahead_s[rank])
+        before_s = self.figures.forward_before_s[self.start[options]] + self.most_ahead_s[rank]
+        aside = microbatches * (forward_s + backward_s) + post_s - before_s
         to_end = np.where(
             on_spine,
-            np.maximum(on_rank + post_s, forward_s + ahead_s + finish),
+            np.maximum(np.maximum(own, on_rank) + post_s, forward_s + ahead_s + finish),
             np.maximum(aside, finish),
         )
         unreachable = ~np.isfinite(trip)
@@ -240,24 +241,25 @@ class SuffixBound:
         trip: Floats,
         ahead_s: Floats,
         back_s: Floats,
-    ) -> Floats:
-        """The load, slot and link rows of a stage, from its first F to its last B (split: to its last action)."""
+    ) -> tuple[Floats, Floats]:
+        """The load, slot and link rows of a stage, from its first F: to its last action; to its last B (split: I)."""
         microbatches = self.shape.num_microbatches
         depth = self.depth[options]
         own = microbatches * (forward_s + backward_s)
+        closed = microbatches * (forward_s + out)
         tight = depth < microbatches
         if bool(tight.any()):
-            slots = np.maximum(
-                np.ceil(microbatches / depth - 1e-9) * own_trip,
-                own_trip - out + microbatches * backward_s + (microbatches - depth) * forward_s,
-            )
-            own = np.where(tight, np.maximum(own, slots), own)
+            rounds = np.where(tight, np.ceil(microbatches / depth - 1e-9) * own_trip, 0.0)
+            waits = own_trip - out + (microbatches - depth) * forward_s
+            closed = np.maximum(closed, np.maximum(rounds, np.where(tight, waits + microbatches * out, 0.0)))
+            own = np.maximum(own, np.where(tight, waits + microbatches * backward_s, 0.0))
         if self.shape.cluster.overlap and rank + 1 < self.shape.num_ranks:
             end = self.end[options]
             once_s = forward_s + ahead_s + trip + back_s + out
             busiest_s = np.maximum(self.ahead_busy_s[rank][end], self.back_busy_s[rank][end])
-            own = np.where(self.figures.comes_back[end], np.maximum(own, once_s + (microbatches - 1) * busiest_s), own)
-        return own
+            there = once_s + (microbatches - 1) * busiest_s
+            closed = np.where(self.figures.comes_back[end], np.maximum(closed, there), closed)
+        return own, closed
 
     def windows(self, below_s: float) -> list[tuple[int, int]] | None:
         """First and last stage of every layer over the cuts with a bound under ``below_s``; None: there is no such cut.
@@ -333,19 +335,18 @@ class SuffixBound:
         on_rank, to_end, _ = self._rows_of[key]
         end, on_spine = self.end[options], self.on_spine[options]
         value = np.maximum(head + to_end, done)
-        if self.shape.fused and np.isfinite(back):
+        if np.isfinite(back):
             value = np.maximum(value, head + on_rank + back)
         ahead_s, back_s = self._messages(rank, end)
-        forward_s, backward_s = self.forward_s[options], self.backward_s[options]
+        forward_s = self.forward_s[options]
+        out = (self.backward_s if self.shape.fused else self.input_s)[options]
         if not self.shape.cluster.overlap:
             forward_s = forward_s + ahead_s
-            backward_s = backward_s + self._handed_back(rank, self.start[options])
+            out = out + self._handed_back(rank, self.start[options])
             ahead_s = back_s = np.zeros(len(end))
         heads = np.where(on_spine, head + forward_s + ahead_s, head)
-        backs = np.full(len(end), back)
-        if self.shape.fused:
-            own = back_s + backward_s + np.maximum(self.post_s(rank, options), back)
-            backs = np.where(on_spine, np.where(self.figures.comes_back[end], own, -np.inf), backs)
+        own = back_s + out + np.maximum(self.post_s(rank, options), back)
+        backs = np.where(on_spine, np.where(self.figures.comes_back[end], own, -np.inf), np.full(len(end), back))
         for place in np.flatnonzero(np.isfinite(value)):
             yield float(value[place]), options.start + int(place), float(heads[place]), float(backs[place])
 
