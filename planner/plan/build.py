@@ -8,6 +8,7 @@ from pathlib import Path
 from planner.files import sha256_of
 from planner.plan.job import asked_of, predicted_of
 from planner.plan.plan import Batch, Parallel, Plan, PlannedModel, PlannedProfile, PlannedSchedule, Search
+from planner.schedules import ScheduleName, format_order
 from planner.search import Candidate, Found
 
 
@@ -65,9 +66,17 @@ def candidate_plan(
         ),
         schedule=PlannedSchedule(name=candidate.schedule, placement=configuration.placement, warmup=candidate.warmup),
         stages=candidate.stages,
+        actions=_actions(candidate),
         predicted=predicted_of(candidate.timeline, global_batch=found.asked.global_batch, bound_s=found.bound_s),
         search=search,
     )
+
+
+def _actions(candidate: Candidate) -> tuple[str, ...] | None:
+    """The orders of a synthesised schedule; named ones follow from their name."""
+    if candidate.schedule is not ScheduleName.SYNTHESISED:
+        return None
+    return tuple(map(format_order, candidate.timeline.schedule))
 
 
 def _relative(path: Path, plan_path: Path) -> str:

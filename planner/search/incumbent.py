@@ -1,4 +1,4 @@
-"""Topological orders to cut along, where a graph has too many ideals for all of them to be looked at."""
+"""Cuts to begin with where there are too many to look at: along topological orders, and near a given one."""
 
 from __future__ import annotations
 
@@ -42,3 +42,24 @@ def _random_order(following: list[list[int]], missing: list[int], rng: random.Ra
         rng.shuffle(opened)
         ready += opened
     return order
+
+
+def moved(graph: LayerGraph, cut: list[list[str]]) -> Iterator[list[list[str]]]:
+    """Every cut that differs in one layer, which lies a stage earlier or later there; no stage is left empty."""
+    stage_of = {name: stage for stage, names in enumerate(cut) for name in names}
+    for name, stage in stage_of.items():
+        if len(cut[stage]) == 1:
+            continue
+        feeding = graph.digraph.predecessors(name)
+        if stage > 0 and all(stage_of[other] < stage for other in feeding):
+            yield _with(cut, name, stage, stage - 1)
+        reading = graph.digraph.successors(name)
+        if stage + 1 < len(cut) and all(stage_of[other] > stage for other in reading):
+            yield _with(cut, name, stage, stage + 1)
+
+
+def _with(cut: list[list[str]], name: str, origin: int, target: int) -> list[list[str]]:
+    made = [list(names) for names in cut]
+    made[origin].remove(name)
+    made[target].append(name)
+    return made

@@ -136,6 +136,8 @@ class _Rows:
         if self.graph.is_chain:
             return link_between(one, other, data=self.shape.data, tensor=self.layers.tensor, cluster=self.shape.cluster)
         links = self.shape.cluster.links
+        if self.num_stages > self.shape.num_ranks:
+            return None  # the next stage on the spine may lie on the same rank
         if links is None or links.intra_node is None or links.inter_node is None:
             return None
         return Link(
@@ -255,7 +257,9 @@ class _Rows:
             / size
             for layer, cost in enumerate(self.layers.costs)
         ]
-        saved = [cost.saved_bytes / size for cost in self.layers.costs]
+        saved = [  # what lasts no time holds nothing
+            cost.saved_bytes / size if cost.forward_s + cost.backward_input_s > 0 else 0.0 for cost in self.layers.costs
+        ]
         for rank in range(self.shape.num_ranks):
             stages = [k for k, home in enumerate(self.ranks) if home == rank]
             held_here = Linear()

@@ -9,6 +9,7 @@ whole load has every l_r = R_{r+1} / (M - 1), so that on a chain with free links
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -34,6 +35,7 @@ class Asked:
     cluster: Cluster
     schedules: tuple[ScheduleName, ...]
     pipeline: tuple[int, ...] | None = None
+    virtual: tuple[int, ...] = (1,)
     data: tuple[int, ...] = (1,)
     tensor: tuple[int, ...] = (1,)
     microbatch: tuple[int, ...] | None = None
@@ -58,6 +60,10 @@ class Configuration:
         """N = P · D · T."""
         return self.pipeline * self.data * self.tensor
 
+    def with_ranks(self, ranks: int) -> Configuration:
+        """The same with so many ranks of one stage each."""
+        return dataclasses.replace(self, pipeline=ranks, virtual=1, placement=Placement.LOOP)
+
 
 def configurations(graph: LayerGraph, asked: Asked) -> tuple[Configuration, ...]:
     """Every configuration asked for, fewest GPUs and micro-batches first.
@@ -79,8 +85,8 @@ def configurations(graph: LayerGraph, asked: Asked) -> tuple[Configuration, ...]
             pipeline=ranks,
             data=data,
             tensor=tensor,
-            virtual=1,
-            placement=Placement.LOOP,
+            virtual=virtual,
+            placement=placement,
             microbatch_size=size,
             num_microbatches=asked.global_batch // (size * data),
         )
@@ -90,11 +96,14 @@ def configurations(graph: LayerGraph, asked: Asked) -> tuple[Configuration, ...]
         if asked.global_batch % (size * data) == 0
         for ranks in range(1, min(asked.gpus // (data * tensor), len(graph)) + 1)
         if asked.pipeline is None or ranks in asked.pipeline
+        for virtual in asked.virtual
+        if ranks * virtual <= len(graph)
+        for placement in ((Placement.LOOP, Placement.V) if virtual == 2 and ranks > 1 else (Placement.LOOP,))
     )
     if not made:
         fault, mend = _nothing(graph, asked, sizes)
         raise InputError(fault, hint=mend)
-    return tuple(sorted(made, key=lambda c: (c.gpus, c.num_microbatches, c.pipeline)))
+    return tuple(sorted(made, key=lambda c: (c.gpus, c.num_microbatches, c.pipeline, c.virtual, c.placement)))
 
 
 def _nothing(graph: LayerGraph, asked: Asked, sizes: Sequence[int]) -> tuple[str, str]:
@@ -122,7 +131,7 @@ def cheap_bound(layers: LayerFigures, configuration: Configuration, cluster: Clu
     load = layers.load_s
     total = float(load.sum())
     even = total * count / ranks
-    if layers.graph.is_chain and bool(layers.comes_back[1:-1].all()):
+    if configuration.virtual == 1 and layers.graph.is_chain and bool(layers.comes_back[1:-1].all()):
         share = 1.0 if fused else float(np.min(layers.forward_s[load > 0] / load[load > 0], initial=1.0))
         part = share / count
         spread = 1 - (1 - part) ** ranks if part < 1 else 1.0
@@ -143,7 +152,7 @@ def fits_at_all(layers: LayerFigures, configuration: Configuration, cluster: Clu
         for layer in layers.graph.layers
         for entry in (layer.shared or {}).values()
     )
-    return bool(held - shared <= limit * configuration.pipeline * configuration.virtual)
+    return bool(held - shared <= limit * configuration.pipeline)
 
 
 def largest_batch(graph: LayerGraph, gpus: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
@@ -13,7 +14,7 @@ from support.random_profiles import all_cuts, job_for, random_cluster, random_pr
 
 from planner.cluster import memory_limit, resolve
 from planner.graph import LayerGraph
-from planner.schedules import Action, Letter, Placement, Schedule, Wiring
+from planner.schedules import Action, Letter, Placement, Schedule, Wiring, ranks_of
 from planner.search.bound import cut_bound
 from planner.search.figures import Figures, LayerFigures
 from planner.search.lattice import along, lattice_of
@@ -203,6 +204,29 @@ def test_the_ilp_proves_what_the_recursion_finds(
         assert narrowed.bound <= least * (1 + 1e-6)
         if solved.bound < below * (1 - 1e-4):
             assert narrowed.bound >= solved.bound * (1 - 1e-5)
+
+
+@given(seed=SEEDS, fused=st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_with_several_stages_a_rank_the_ilp_bounds_every_cut(seed: int, fused: bool) -> None:
+    """Loop and V: neither the ILP nor its LP is above the bound of any cut."""
+    case = Case(seed)
+    virtual, placement = case.rng.choice(((2, Placement.LOOP), (2, Placement.V), (3, Placement.LOOP)))
+    ranks = max(1, min(case.ranks, len(case.graph) // virtual))
+    if ranks * virtual > len(case.graph):
+        return
+    case.cluster = dataclasses.replace(case.cluster, memory_bytes=None)
+    shape = dataclasses.replace(case.shape(fused=fused), num_ranks=ranks)
+    homes = ranks_of(ranks, virtual, placement)
+    jobs = [
+        case.job(cut, list(homes), list(again))
+        for cut in all_cuts(case.graph, ranks * virtual)
+        for again in {(choice,) * len(homes) for choice in case.recompute}
+    ]
+    least = min((cut_bound(Walk(job), fused=fused) for job in jobs), default=math.inf)
+    for relaxed in (False, True):
+        solved = prove(case.layers, shape, virtual=virtual, placement=placement, relaxed=relaxed)
+        assert solved.bound <= least * (1 + 1e-6)
 
 
 def rows_only(suffix: SuffixBound) -> float:

@@ -1,0 +1,160 @@
+"""Bounds of configurations, from cheap to exact, each made once and kept.
+
+cheap     from totals alone                                   thousands of configurations in a moment
+exact     the suffix recursion over every cut (v = 1), or the LP where there are too many ideals or v > 1
+proven    the ILP's own bound on top
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from planner.cluster import memory_limit
+from planner.graph import LayerGraph
+from planner.search.figures import Figures, LayerFigures
+from planner.search.ilp import Solved
+from planner.search.lattice import Lattice, lattice_of
+from planner.search.proof import prove
+from planner.search.space import Asked, Configuration, cheap_bound
+from planner.search.suffix import Shape, SuffixBound
+
+PROOF_NODES: Final = 2_000
+"""Nodes of one ILP's branch and bound."""
+MOST_CHOICES: Final = 20_000
+"""Binaries of an ILP; a configuration with more keeps the bound of its recursion or LP."""
+
+
+class Bounds:
+    """What is known of how fast configurations can be; ``fused``: with whole backwards, else under any order at all."""
+
+    def __init__(self, graph: LayerGraph, asked: Asked) -> None:
+        self.graph: Final = graph
+        self.asked: Final = asked
+        self.lattice: Final[Lattice | None] = lattice_of(graph)
+        self._layers: dict[tuple[int, int], LayerFigures] = {}
+        self._figures: dict[tuple[int, int], Figures] = {}
+        self._known: dict[tuple[Configuration, bool], float] = {}
+        self._suffixes: dict[tuple[Configuration, bool], SuffixBound] = {}
+
+    def layers(self, configuration: Configuration) -> LayerFigures:
+        """The layers at a configuration's micro-batch size and tensor size."""
+        key = (configuration.microbatch_size, configuration.tensor)
+        if key not in self._layers:
+            self._layers[key] = LayerFigures(
+                self.graph, microbatch_size=key[0], tensor=key[1], cluster=self.asked.cluster
+            )
+        return self._layers[key]
+
+    def suffix(self, configuration: Configuration, *, fused: bool) -> SuffixBound | None:
+        """The recursion's tables; None where the graph has too many ideals, or ranks have several stages."""
+        if self.lattice is None or configuration.virtual > 1:
+            return None
+        key = (configuration, fused)
+        if key not in self._suffixes:
+            sizes = (configuration.microbatch_size, configuration.tensor)
+            if sizes not in self._figures:
+                self._figures[sizes] = Figures(self.layers(configuration), self.lattice)
+            self._suffixes[key] = SuffixBound(self._figures[sizes], self.shape(configuration, fused=fused))
+        return self._suffixes[key]
+
+    def shape(self, configuration: Configuration, *, fused: bool) -> Shape:
+        """A configuration as the recursion and the ILP take it."""
+        choices = {"none": (False,), "all": (True,), "auto": (False, True)}[self.asked.recompute]
+        if memory_limit(self.asked.cluster) is None and choices == (False, True):
+            choices = (False,)
+        return Shape(
+            num_ranks=configuration.pipeline,
+            num_microbatches=configuration.num_microbatches,
+            data=configuration.data,
+            fused=fused,
+            recompute=choices,
+            cluster=self.asked.cluster,
+        )
+
+    def known(self, configuration: Configuration, *, fused: bool) -> float:
+        """The best bound known; at first the cheap one."""
+        key = (configuration, fused)
+        if key not in self._known:
+            self._known[key] = cheap_bound(self.layers(configuration), configuration, self.asked.cluster, fused=fused)
+        return self._known[key]
+
+    def refine(self, configuration: Configuration, *, fused: bool, best_s: float) -> float:
+        """The exact bound, over every cut (LP: near it, and no more than ``best_s``, a time that is reached)."""
+        suffix = self.suffix(configuration, fused=fused)
+        if suffix is not None:
+            exact = suffix.bound_s
+        else:
+            exact = self.solved(configuration, fused=fused, below_s=best_s, relaxed=True).bound
+        self._known[configuration, fused] = max(self.known(configuration, fused=fused), exact)
+        return self._known[configuration, fused]
+
+    def solved(
+        self,
+        configuration: Configuration,
+        *,
+        fused: bool,
+        below_s: float,
+        relaxed: bool = False,
+        most_nodes: int = PROOF_NODES,
+        windows: Sequence[tuple[int, int]] | None = None,
+        without: Sequence[Sequence[int]] = (),
+    ) -> Solved:
+        """The ILP (or LP) of a configuration."""
+        return prove(
+            self.layers(configuration),
+            self.shape(configuration, fused=fused),
+            virtual=configuration.virtual,
+            placement=configuration.placement,
+            windows=windows,
+            below_s=below_s,
+            most_nodes=most_nodes,
+            relaxed=relaxed,
+            without=without,
+        )
+
+    def proven(self, configuration: Configuration, *, fused: bool, best_s: float) -> float:
+        """What the ILP proves of a configuration.
+
+        Where the recursion knows the bound, the ILP is asked about the cuts within a hair of it, narrowed to the
+        windows that those leave; elsewhere about all cuts below the best time.
+        """
+        suffix = self.suffix(configuration, fused=fused)
+        below, windows = best_s, None
+        if suffix is not None:
+            below = min(below, suffix.bound_s * (1 + 1e-5))
+            windows = suffix.windows(below)
+            if windows is None:
+                return below
+        stages = configuration.pipeline * configuration.virtual
+        choices = sum(last - first for first, last in windows or ())
+        if choices > MOST_CHOICES or len(self.graph) * stages > 4 * MOST_CHOICES:
+            return 0.0
+        nodes = PROOF_NODES if configuration.virtual == 1 else 0
+        if nodes == 0:
+            return 0.0
+        solved = self.solved(configuration, fused=fused, below_s=below, windows=windows)
+        return min(solved.bound, below)
+
+    def least(
+        self, configurations: Sequence[Configuration], best_s: float, ended: Callable[[], bool] = lambda: False
+    ) -> float:
+        """The least bound over all configurations, valid for every order of actions.
+
+        The one that is least under the recursion is proven by the ILP too; the better of the two counts.
+        """
+        heap = [(self.known(c, fused=False), 0, index) for index, c in enumerate(configurations)]
+        heapq.heapify(heap)
+        while heap:
+            bound, level, index = heapq.heappop(heap)
+            if level == 2 or ended() or bound >= best_s:
+                return bound
+            configuration = configurations[index]
+            if level == 0:
+                better = self.refine(configuration, fused=False, best_s=best_s)
+            else:
+                better = max(bound, self.proven(configuration, fused=False, best_s=best_s))
+            heapq.heappush(heap, (better, level + 1, index))
+        return math.inf

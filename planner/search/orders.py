@@ -1,0 +1,203 @@
+"""One cut under every schedule of a family that was asked for: the fastest that fits, and whether it may be beaten.
+
+fused   gpipe, 1f1b (depths climbed), interleaved-1f1b, looped-bfs
+split   zb-h1 (at several depths), zb-h2, zb-v, dualpipe-v, v-half, v-min, synthesised
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from planner.cluster import memory_limit
+from planner.errors import InputError
+from planner.schedules import Letter, Schedule, ScheduleName, build, default_warmup, shape_fault
+from planner.search.depth import Depths1F1B
+from planner.search.space import Configuration
+from planner.simulate import Walk, simulate
+from planner.simulate.greedy import Rule, Turn, greedy
+from planner.simulate.memory import resident_bytes
+from planner.simulate.synthesise import synthesise
+
+FUSED: Final = (
+    ScheduleName.GPIPE,
+    ScheduleName.ONE_F_ONE_B,
+    ScheduleName.INTERLEAVED,
+    ScheduleName.LOOPED_BFS,
+)
+SPLIT: Final = (
+    ScheduleName.ZB_H1,
+    ScheduleName.ZB_H2,
+    ScheduleName.ZB_V,
+    ScheduleName.DUALPIPE_V,
+    ScheduleName.V_HALF,
+    ScheduleName.V_MIN,
+    ScheduleName.SYNTHESISED,
+)
+_EQUAL: Final = 1e-9
+_GREEDY_MOST: Final = 100_000
+"""Actions up to which greedy orders are made under several rules; above, under one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """One order of a cut that fits, and its time. ``warmup`` where the schedule has one and it is not the default."""
+
+    iteration_s: float
+    name: ScheduleName
+    warmup: tuple[int, ...] | None
+    schedule: Schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """The best order found of a cut, the simulated actions it took, and whether named ones may be faster still."""
+
+    best: Order | None
+    spent: int
+    may_be_beaten: bool
+
+
+def time_cut(
+    walk: Walk, configuration: Configuration, names: tuple[ScheduleName, ...], *, bound_s: float, effort: int
+) -> Timing:
+    """The best order of a cut under schedules of one family; ``bound_s``: no order of that family is faster."""
+    if configuration.virtual == 1 and names[0] in FUSED:
+        return _one_stage_fused(walk, configuration, names, bound_s, effort)
+    trial = _Trial(walk)
+    for name, warmup, schedule in _named(walk, configuration, names):
+        trial.look(name, warmup, schedule)
+    if ScheduleName.SYNTHESISED in names:
+        for schedule in _greedy(walk, bound_s, trial):
+            trial.look(ScheduleName.SYNTHESISED, None, schedule)
+    named = [name for name in names if name is not ScheduleName.SYNTHESISED]
+    reached = trial.best is not None and trial.best.iteration_s <= bound_s * (1 + _EQUAL)
+    return Timing(best=trial.best, spent=trial.spent, may_be_beaten=bool(named) and not reached)
+
+
+def polished(walk: Walk, order: Order, *, bound_s: float, steps: int) -> Order:
+    """The order, or a faster one: list scheduling under all rules, and swaps on the critical path."""
+    made = synthesise(walk, others=(order.schedule,), steps=steps, bound_s=bound_s)
+    if made is None:
+        return order
+    seconds = simulate(walk, made, memory=False).iteration_s
+    if seconds >= order.iteration_s * (1 - _EQUAL):
+        return order
+    return Order(iteration_s=seconds, name=ScheduleName.SYNTHESISED, warmup=None, schedule=made)
+
+
+def _one_stage_fused(
+    walk: Walk, configuration: Configuration, names: tuple[ScheduleName, ...], bound_s: float, effort: int
+) -> Timing:
+    """GPipe and 1F1B with one stage a rank: GPipe is 1F1B at the full depth."""
+    depths = Depths1F1B(walk, memory_limit(walk.job.cluster))
+    everything = (configuration.num_microbatches,) * configuration.pipeline
+    searched = ScheduleName.ONE_F_ONE_B in names
+    timed = depths.climb(bound_s, effort) if searched else depths.timed(everything)
+    if timed is None:
+        return Timing(best=None, spent=depths.spent, may_be_beaten=searched)
+    gpipe = timed.depths == everything and ScheduleName.GPIPE in names
+    best = Order(
+        iteration_s=timed.iteration_s,
+        name=ScheduleName.GPIPE if gpipe else ScheduleName.ONE_F_ONE_B,
+        warmup=None if gpipe else timed.depths,
+        schedule=depths.schedule(timed.depths),
+    )
+    beaten = searched and timed.iteration_s > bound_s * (1 + _EQUAL)
+    return Timing(best=best, spent=depths.spent, may_be_beaten=beaten)
+
+
+class _Trial:
+    """Orders of one job looked at in turn: the fastest that fits."""
+
+    def __init__(self, walk: Walk) -> None:
+        self.walk: Final = walk
+        self.limit: Final = memory_limit(walk.job.cluster)
+        self.best: Order | None = None
+        self.spent = 0
+
+    def look(self, name: ScheduleName, warmup: tuple[int, ...] | None, schedule: Schedule) -> None:
+        """Take an order where it is faster than what there is, and fits."""
+        self.spent += sum(map(len, schedule))
+        try:
+            seconds = simulate(self.walk, schedule, memory=False).iteration_s
+        except InputError:  # a warm-up that waits for ever
+            return
+        if self.best is not None and seconds >= self.best.iteration_s * (1 - _EQUAL):
+            return
+        if self.limit is not None:
+            self.spent += 6 * sum(map(len, schedule))
+            if max(use.peak_memory_bytes for use in simulate(self.walk, schedule).ranks) > self.limit:
+                return
+        self.best = Order(iteration_s=seconds, name=name, warmup=warmup, schedule=schedule)
+
+
+def _named(
+    walk: Walk, configuration: Configuration, names: tuple[ScheduleName, ...]
+) -> Iterator[tuple[ScheduleName, tuple[int, ...] | None, Schedule]]:
+    """The named schedules that this shape allows, at their default and at some other depths."""
+    shape = {
+        "num_ranks": configuration.pipeline,
+        "virtual": configuration.virtual,
+        "num_microbatches": configuration.num_microbatches,
+    }
+    for name in names:
+        if name is ScheduleName.SYNTHESISED:
+            continue
+        if shape_fault(name, virtual=configuration.virtual, placement=configuration.placement):
+            continue
+        for warmup in (None, *_depths(name, configuration)):
+            made = build(
+                name,
+                num_ranks=configuration.pipeline,
+                virtual=configuration.virtual,
+                num_microbatches=configuration.num_microbatches,
+                placement=configuration.placement,
+                warmup=warmup,
+            )
+            yield name, warmup if warmup is not None else default_warmup(name, **shape), made
+
+
+def _depths(name: ScheduleName, configuration: Configuration) -> Iterator[tuple[int, ...]]:
+    """Deeper warm-ups than the default: a little more on every rank but the last, and more the further from it."""
+    ranks, most = configuration.pipeline, configuration.virtual * configuration.num_microbatches
+    default = default_warmup(
+        name, num_ranks=ranks, virtual=configuration.virtual, num_microbatches=configuration.num_microbatches
+    )
+    if default is None:
+        return
+    seen = {default}
+    for slope, step in ((0, 1), (0, 2), (0.5, 0), (1, 0), (2, 0)):
+        made = tuple(
+            min(most, depth + math.ceil(slope * (ranks - 1 - rank)) + (step if rank < ranks - 1 else 0))
+            for rank, depth in enumerate(default)
+        )
+        if made not in seen:
+            seen.add(made)
+            yield made
+
+
+def _greedy(walk: Walk, bound_s: float, trial: _Trial) -> Iterator[Schedule]:
+    """Orders by list scheduling, until one reaches the bound."""
+    job = walk.job
+    limit = memory_limit(job.cluster)
+    budgets = tuple(None if limit is None else limit - resident_bytes(job, rank) for rank in range(job.num_ranks))
+    actions = 3 * len(job.stages) * job.num_microbatches
+    turns = tuple(Turn) if len(job.stages) > job.num_ranks else (Turn.DEEPEST,)
+    rules = [(True, turn, alternate) for turn in turns for alternate in (False, True)]
+    rules += [(False, turn, True) for turn in turns]
+    for split, turn, alternate in rules if actions <= _GREEDY_MOST else rules[:1]:
+        if trial.best is not None and trial.best.iteration_s <= bound_s * (1 + _EQUAL):
+            return
+        trial.spent += 8 * actions
+        rule = Rule(split=split, turn=turn, alternate=alternate, patience=0.0, budget_bytes=budgets)
+        schedule = greedy(walk, rule)
+        if schedule is not None:
+            yield schedule
+
+
+def is_split(schedule: Schedule) -> bool:
+    """Whether any backward of an order is split."""
+    return any(action.letter is Letter.BACKWARD_INPUT for row in schedule for action in row)
