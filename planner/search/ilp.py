@@ -217,12 +217,18 @@ class CutModel:
             self._problem.solve(solver)
         except pulp.PulpSolverError:
             return Solved(bound=0.0, value=math.inf, stage_of=None, nodes=0)
+        except KeyError:  # PuLP knows no word for HiGHS's "node limit reached"; what HiGHS found is read below
+            if solver.name != "HiGHS":
+                raise
         if solver.name == "HiGHS":
             return self._from_highs(below)
         return self._from_cbc(below)
 
     def _from_highs(self, below: float) -> Solved:
         solver_model = self._problem.solverModel
+        columns = solver_model.getSolution().col_value
+        for variable in self._problem.variables():
+            variable.varValue = columns[variable.index]
         information = solver_model.getInfo()
         status = solver_model.modelStatusToString(solver_model.getModelStatus())
         if status == "Infeasible":
