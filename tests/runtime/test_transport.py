@@ -50,3 +50,7 @@ def test_a_tensor_that_changes_its_shape_is_refused_by_name() -> None:
         assert said == "x is torch.float32 [5, 2] now and was torch.float32 [4, 2] before: " + (
             "what passes between stages must keep its shape"
         )
+
+
+def test_what_is_sent_is_let_go_even_where_nothing_comes_back() -> None:
+    assert both(transports.flood, 2) == [True, True]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.runtime.messages import Key, Kind
-from planner.runtime.transport import Communicators, Layout, Transport
+from planner.runtime.transport import HELD_BYTES, Communicators, Layout, Transport
 
 CPU = torch.device("cpu")
 PATIENCE_S = 60
@@ -108,3 +109,29 @@ def reshape(rank: int, port: int, window: int, pipe: Connection) -> None:
         transport.send(1 - rank, Key("F", "x", 1 - rank, 1), torch.zeros(5, 2))
     except TypeError as error:
         pipe.send(str(error))
+
+
+def flood(rank: int, port: int, window: int, pipe: Connection) -> None:
+    """Rank 0 sends far more than it may hold, and hears nothing back that would show what has arrived."""
+    torch.set_num_threads(1)
+    names = [str(number) for number in range(12)]
+    transport = transport_of(rank, port, names, window)
+    transport.begin(1)
+    bulk = 2_000_000
+    if rank == 0:
+        for number, name in enumerate(names):
+            transport.send(1, Key("F", name, 1, 0), torch.full((bulk,), float(number)))
+        until = time.monotonic() + PATIENCE_S
+        while transport.message_bytes > HELD_BYTES and time.monotonic() < until:
+            time.sleep(0.01)
+        pipe.send(transport.message_bytes <= HELD_BYTES)
+        transport.close()
+        return
+    came = []
+    for place in range(len(names)):
+        tensor = transport.take(0, place)
+        assert tensor is not None
+        came.append(tensor[:: bulk - 1].tolist())
+        transport.post_ahead()
+    pipe.send(came == [[float(number)] * 2 for number in range(len(names))])
+    transport.close()
