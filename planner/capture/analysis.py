@@ -34,9 +34,7 @@ class Analysis:
     order_only: frozenset[tuple[int, int]]
 
 
-def settled(
-    lifted: Lifted, module: nn.Module, batch: Batch, granularity: Granularity, whole: tuple[str, ...]
-) -> Analysis:
+def settled(lifted: Lifted, module: nn.Module, batch: Batch, granularity: Granularity) -> Analysis:
     """Analyse, insert the copies that turn out to be needed, and again until none is."""
     parameters = dict(module.named_parameters())
     buffers = dict(module.named_buffers())
@@ -52,7 +50,6 @@ def settled(
             root=module,
             work=lambda node: seen.facts[node].flops + 10.0 * _numel(seen, node),  # noqa: B023 - used within the round
             granularity=granularity,
-            whole=whole,
         )
         parts = cutting.merged(parts, _inseparable(parts, lifted, seen, flow))
         layer_of = {node: index for index, part in enumerate(parts) for node in part.nodes}

@@ -130,8 +130,9 @@ def capture(
         raise InputError(f"there is no granularity {granularity!r}", hint="one of op, module, block")
     with RandomStream(seed):
         module = model_file.model().to(device)
+    modules = dict(module.named_modules(remove_duplicate=False))
     for name in model_file.leaves:
-        if name not in dict(module.named_modules()):
+        if not name or name not in modules:
             raise InputError(f"{model_file.path}: leaves names {name!r}, which is no module", hint="correct the name")
     with RandomStream(seed):
         batch = to_device(model_file.batch(microbatch_size), device)
@@ -139,7 +140,7 @@ def capture(
     use_newest_aliases(lifted)
     try:
         with RandomStream(seed):
-            analysis = settled(lifted, module, batch, granularity, model_file.leaves)
+            analysis = settled(lifted, module, batch, granularity)
     except InputError as fault:
         raise InputError(f"{model_file.path}: {fault.message}", hint=fault.hint) from None
     layers = _layers(analysis, module)

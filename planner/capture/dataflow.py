@@ -80,6 +80,7 @@ def _writes(lifted: Lifted, trace: Trace, nodes: list[fx.Node]) -> dict[fx.Node,
     for node in nodes:
         if node.op == "call_function":
             changed = [trace.facts[written].storages for written in written_nodes(node)]
+            changed += [written] if (written := trace.facts[node].written) else []
             if changed:
                 writes[node] = frozenset().union(*changed)
     known = frozenset().union(*writes.values())

@@ -6,18 +6,28 @@ generator; the eager model then seeds at the same ones, by a dispatch mode, with
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.capture.batch import Batch, leaves, microbatch
 from planner.capture.capture import Capture
-from planner.capture.export import called
-from planner.capture.seeds import RandomKey, RandomStream, seed_layer, seed_layer_cuda
+from planner.capture.export import called, op_of, opaque_call
+from planner.capture.seeds import (
+    RandomKey,
+    RandomStream,
+    salt_of,
+    seed_layer,
+    seed_layer_cuda,
+    seed_opaque,
+    seed_opaque_cuda,
+)
 
 
 class EagerReference:
@@ -34,6 +44,11 @@ class EagerReference:
         self._model_file = capture.model_file
         self._size = capture.microbatch_size
         self._device = capture.device
+        self._whole: dict[str, list[str]] = {}
+        for node in _opaque_nodes(capture):
+            call = opaque_call(node)
+            assert call is not None
+            self._whole.setdefault(call.name, []).append(call.label)
         self._seeds, self._draws = _seeds_of(capture)
 
     def step(self, batch: Batch, *, seed: int, step: int, first_microbatch: int = 0) -> list[Tensor]:
@@ -44,8 +59,10 @@ class EagerReference:
         losses = []
         for index in range(count):
             part = microbatch(batch, index, size=self._size)
-            mode = _Ordinals(self._seeding(RandomKey(seed, step, first_microbatch + index)))
-            with mode:
+            key = RandomKey(seed, step, first_microbatch + index)
+            mode = _Ordinals(self._seeding(key))
+            whole = [(self.module.get_submodule(name), labels) for name, labels in self._whole.items()]
+            with mode, mode.apart(whole, self._seeding_whole(key)):
                 loss = self._model_file.loss(called(self.module, part.inputs), part.target)
             self.aligned &= mode.count == self._draws
             loss.backward(torch.full_like(loss, 1 / count))
@@ -61,19 +78,50 @@ class EagerReference:
 
         return before
 
+    def _seeding_whole(self, key: RandomKey) -> Callable[[str], None]:
+        seed = seed_opaque_cuda if self._device.type == "cuda" else seed_opaque
+        return lambda label: seed(key, salt_of(label))
+
 
 class _Ordinals(TorchDispatchMode):
-    """Counts the ops that draw from torch's generators, and calls ``before`` with the number of each."""
+    """Counts the ops that draw from torch's generators, and calls ``before`` with the number of each.
+
+    Modules that are kept whole are apart: they are seeded as they are entered, and may draw as often as they like.
+    """
 
     def __init__(self, before: Callable[[int], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._before = before
+        self._within = 0
         self.count = 0
 
+    @contextlib.contextmanager
+    def apart(self, whole: Iterable[tuple[nn.Module, Sequence[str]]], enter: Callable[[str], None]) -> Iterator[None]:
+        """Within it no op is counted in these modules; ``enter`` gets the label of each of their calls."""
+        handles = []
+        for module, labels in whole:
+            coming = itertools.cycle(labels)
+
+            def entering(module: nn.Module, given: Any, coming: Iterator[str] = coming) -> None:
+                self._within += 1
+                enter(next(coming))
+
+            handles.append(module.register_forward_pre_hook(entering, prepend=True))
+            handles.append(module.register_forward_hook(self._leave, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _leave(self, module: nn.Module, given: Any, output: Any) -> None:
+        self._within -= 1
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if isinstance(func, OpOverload) and (
+        draws = isinstance(func, OpOverload) and (
             torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in ("aten", "prims")
-        ):
+        )
+        if draws and not self._within:
             self._before(self.count)
             self.count += 1
         return func(*args, **(kwargs or {}))
@@ -82,17 +130,23 @@ class _Ordinals(TorchDispatchMode):
 class _Recorder(RandomKey):
     """A key that notes when it is asked."""
 
-    __slots__ = ("_ordinals", "seeds")
+    __slots__ = ("_apart", "_ordinals", "seeds")
 
-    def __init__(self, ordinals: _Ordinals) -> None:
+    def __init__(self, ordinals: _Ordinals, apart: frozenset[int]) -> None:
         super().__init__(0, 0, 0)
+        self._apart = apart
         self.seeds: dict[int, int] = {}
         self._ordinals = ordinals
 
     def seed_for(self, salt: int) -> int:
         """Note the layer with the number of its first draw."""
-        self.seeds[self._ordinals.count] = salt
+        if salt not in self._apart:
+            self.seeds[self._ordinals.count] = salt
         return super().seed_for(salt)
+
+
+def _opaque_nodes(capture: Capture) -> list[fx.Node]:
+    return [node for node in capture.analysis.lifted.graph.nodes if opaque_call(node) is not None]
 
 
 def _seeds_of(capture: Capture) -> tuple[dict[int, int], int]:
@@ -101,8 +155,10 @@ def _seeds_of(capture: Capture) -> tuple[dict[int, int], int]:
     parameters, buffers = dict(capture.module.named_parameters()), dict(capture.module.named_buffers())
     flat = leaves(capture.batch)
     ordinals = _Ordinals(lambda _: None)
-    recorder = _Recorder(ordinals)
-    with RandomStream(0), torch.no_grad(), ordinals:
+    calls = {op_of(node).module: opaque_call(node) for node in _opaque_nodes(capture)}
+    whole = [(module, [call.label]) for module, call in calls.items() if call is not None]
+    recorder = _Recorder(ordinals, frozenset(salt_of(label) for _, labels in whole for label in labels))
+    with RandomStream(0), torch.no_grad(), ordinals, ordinals.apart(whole, lambda _: None):
         program.run(
             *(parameters[leaf.parameter] for leaf in program.leaves),
             *(buffers[name].clone() for name in program.buffers),

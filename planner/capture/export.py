@@ -1,7 +1,8 @@
 """The user's model and loss as one lifted graph: parameters, buffers, batch are arguments; ops know their modules.
 
 torch.export (non-strict, training mode) does the tracing. What follows here is small: asserts go, regions under no_grad
-or autocast are inlined op by op, tied parameters hang off one placeholder, and what export would lose is refused.
+or autocast are inlined op by op, tied parameters hang off one placeholder, and modules that export cannot take or would
+change are kept whole.
 """
 
 from __future__ import annotations
@@ -10,17 +11,19 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.modules.module import register_module_forward_hook
 
 from planner.capture.batch import Batch, leaves, rebuilt
 from planner.capture.model_file import ModelFile, user_line
+from planner.capture.opaque import OPAQUE, OpaqueCall, Returned, StandIns, function_of, returned_by
+from planner.capture.values import HiddenTensorError
+from planner.capture.watch import LOSS, Watch
 from planner.errors import InputError
 
 
@@ -57,14 +60,17 @@ class Lifted:
 class WithLoss(nn.Module):
     """The model and its loss as one module: outputs of any kind, caches and unused outputs then do not matter."""
 
-    def __init__(self, model: nn.Module, model_file: ModelFile) -> None:
+    def __init__(self, model: nn.Module, model_file: ModelFile, watch: Watch) -> None:
         super().__init__()
         self.model = model
         self.model_file = model_file
+        self.watch = watch
 
     def forward(self, inputs: Any, target: Any) -> Tensor:
         """The scalar loss of one batch."""
-        return self.model_file.loss(called(self.model, inputs), target)
+        loss = self.model_file.loss(called(self.model, inputs), target)
+        self.watch.look(loss)
+        return loss
 
 
 def called(model: nn.Module, inputs: Any) -> Any:
@@ -75,26 +81,95 @@ def called(model: nn.Module, inputs: Any) -> Any:
 
 
 def export(model: nn.Module, model_file: ModelFile, batch: Batch) -> Lifted:
-    """The lifted graph of model and loss at the size of ``batch``. Raises InputError where there is none to be had."""
+    """The lifted graph of model and loss at the size of ``batch``. Raises InputError where there is none to be had.
+
+    What torch.export cannot take or would lose is kept whole, in the smallest module around it: export is tried again
+    until nothing is found any more.
+    """
+    whole = _whole(model, model_file.leaves)
+    returned: Mapping[str, list[Returned | HiddenTensorError]] | None = None
+    while True:
+        if whole and returned is None:
+            returned = _returned(model, model_file, batch)
+            _refuse_uncalled(model_file, returned)
+        stand_ins = StandIns(model=model, names=whole, returned=returned or {})
+        watch = Watch(model, whole)
+        try:
+            exported = _exported(model, model_file, batch, stand_ins, watch)
+        except Exception as error:
+            place = watch.innermost
+            if not place:
+                raise _refusal(error, model, model_file, batch) from error
+            found = _alike(model, place)
+        else:
+            if not watch.lost:
+                return _Copy(exported, model, stand_ins.calls).lifted
+            for place, what in watch.lost.items():
+                if not place:
+                    raise _lost(model_file, "loss()" if place is LOSS else "the model's own forward()", what)
+            found = frozenset(place for place in watch.lost if place)
+        before, whole = whole, _whole(model, whole | found)
+        assert whole != before, f"{sorted(found)} cannot be kept whole"
+
+
+def _exported(
+    model: nn.Module, model_file: ModelFile, batch: Batch, stand_ins: StandIns, watch: Watch
+) -> torch.export.ExportedProgram:
     # One tensor object given twice (labels that are the inputs) would become one placeholder: clone.
     copies = (leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves(batch))
     apart = rebuilt(batch, copies)
-    wrapper = WithLoss(model, model_file).train()
-    lost = _LostBackwards(wrapper)
-    noise = io.StringIO()
+    wrapper = WithLoss(model, model_file, watch).train()
+    with _quiet(io.StringIO()), stand_ins.placed(), watch.watching():
+        return torch.export.export(wrapper, (apart.inputs, apart.target), strict=False)
+
+
+def _whole(model: nn.Module, names: Iterable[str]) -> frozenset[str]:
+    """The modules of these names, under the first name of each, without those that lie within another."""
+    first: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
+    chosen = {first[model.get_submodule(name)] for name in names}
+    return frozenset(name for name in chosen if not any(name.startswith(f"{other}.") for other in chosen))
+
+
+def _alike(model: nn.Module, place: str) -> frozenset[str]:
+    """All modules of the class of the one at ``place``: they would fail for the same reason, one export after another.
+
+    Torch's own modules only hold others, so that one says nothing of the next.
+    """
+    kind = type(model.get_submodule(place))
+    if kind.__module__.partition(".")[0] == "torch":
+        return frozenset({place})
+    return frozenset(name for name, module in model.named_modules() if name and type(module) is kind)
+
+
+def _returned(
+    model: nn.Module, model_file: ModelFile, batch: Batch
+) -> Mapping[str, list[Returned | HiddenTensorError]]:
+    def run() -> None:
+        model_file.loss(called(model, batch.inputs), batch.target)
+
     try:
-        with _quiet(noise), lost.watched():
-            exported = torch.export.export(wrapper, (apart.inputs, apart.target), strict=False)
-    except Exception as error:
-        raise _refusal(error, model, model_file, batch) from error
-    if lost.found:
-        module, function = lost.found
-        where = f"module {module}" if module else "the model"
-        raise InputError(
-            f"{model_file.path}: {where} uses the autograd.Function {function}, whose backward the capture would lose",
-            hint="write it as a torch.library.custom_op with register_autograd, or in plain torch",
-        )
-    return _Copy(exported, model).lifted
+        return returned_by(model, run)
+    except InputError:
+        raise
+    except Exception as fault:
+        raise model_file.raised(fault, "model()'s forward") from fault
+
+
+def _refuse_uncalled(model_file: ModelFile, returned: Mapping[str, object]) -> None:
+    for name in model_file.leaves:
+        if name not in returned:
+            raise InputError(
+                f"{model_file.path}: leaves names {name!r}, which is never called in the model's forward()",
+                hint="name a module that is called, such as one of its children or what holds it",
+            )
+
+
+def _lost(model_file: ModelFile, place: str, what: str) -> InputError:
+    mend = "with register_autograd" if "autograd" in what else "that draws them"
+    return InputError(
+        f"{model_file.path}: {place} {what}, which the capture would lose",
+        hint=f"do it in a module of its own (it is then kept whole), or in a torch.library.custom_op {mend}",
+    )
 
 
 def _refusal(error: Exception, model: nn.Module, model_file: ModelFile, batch: Batch) -> InputError:
@@ -106,14 +181,18 @@ def _refusal(error: Exception, model: nn.Module, model_file: ModelFile, batch: B
         return fault
     except Exception as fault:  # noqa: BLE001 - the user's code may raise anything
         return model_file.raised(fault, "model()'s forward")
-    if isinstance(error, InputError):
+    if isinstance(error, InputError) and error.__cause__ is None:
         return error
+    error = (
+        error.__cause__ if isinstance(error.__cause__, Exception) else error
+    )  # raised by loss(), in the export alone
     line = user_line(error, model_file.path)
     where = f"{model_file.path}:{line}" if line else str(model_file.path)
     words = str(error).strip().splitlines() or [type(error).__name__]
     return InputError(
-        f"{where}: torch.export cannot take the model ({type(error).__name__}: {words[0]})",
-        hint="no branch and no shape may depend on the values of tensors",
+        f"{where}: torch.export cannot take the model, and no smaller module holds what it stops at "
+        f"({type(error).__name__}: {words[0]})",
+        hint="do what depends on the values of tensors in a module of its own (it is then kept whole)",
     )
 
 
@@ -131,63 +210,6 @@ def _quiet(noise: io.StringIO) -> Iterator[None]:
         logger.setLevel(level)
 
 
-class _LostBackwards:
-    """Finds custom autograd Functions, by the nodes they leave in the autograd graph while the model is exported."""
-
-    def __init__(self, root: nn.Module) -> None:
-        self._names = {module: name for name, module in root.named_modules()}
-        self._seen: set[Any] = set()
-        self.found: tuple[str, str] | None = None
-
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """Within it every module's output is looked at as the module returns, the innermost first."""
-        handle = register_module_forward_hook(self._look)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-    def _look(self, module: nn.Module, _: Any, output: Any) -> None:
-        if self.found is not None or module not in self._names:
-            return
-        stack = [tensor.grad_fn for tensor in _tensors(output)]
-        while stack:
-            node = stack.pop()
-            if node is None or node in self._seen:
-                continue
-            self._seen.add(node)
-            if _loses_its_backward(node):
-                self.found = (self._names[module].removeprefix("model").removeprefix("."), _function_name(node))
-                return
-            stack.extend(following for following, _ in node.next_functions)
-
-
-def _loses_its_backward(node: Any) -> bool:
-    kind = type(node).__name__
-    registered = kind.startswith("GeneratedBackwardFor_")  # torch.library.register_autograd: export keeps the op
-    return (isinstance(node, torch.autograd.function.BackwardCFunction) and not registered) or kind == "CppFunction"
-
-
-def _function_name(node: Any) -> str:
-    kind = type(node).__name__
-    return kind.removesuffix("Backward") if kind != "CppFunction" else str(node.name())
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for entry in value.values():
-            yield from _tensors(entry)
-    elif isinstance(value, (tuple, list)):
-        for entry in value:
-            yield from _tensors(entry)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for one in fields(value):
-            yield from _tensors(getattr(value, one.name))
-
-
 # --- copying the exported graph ---------------------------------------------------------------------------------------
 
 _ASSERTS = ("_assert", "sym_constrain_range")
@@ -196,8 +218,11 @@ _ASSERTS = ("_assert", "sym_constrain_range")
 class _Copy:
     """Copies an exported program's graph into one of ours."""
 
-    def __init__(self, exported: torch.export.ExportedProgram, model: nn.Module) -> None:
+    def __init__(
+        self, exported: torch.export.ExportedProgram, model: nn.Module, calls: Mapping[int, OpaqueCall]
+    ) -> None:
         self.lifted = Lifted(graph=fx.Graph(), roles={}, scopes={})
+        self._model, self._calls = model, calls
         self._exported = exported
         self._parameters = _canonical(dict(model.named_parameters(remove_duplicate=False)), "model.")
         self._buffers = _canonical(dict(model.named_buffers(remove_duplicate=False)), "model.")
@@ -263,6 +288,9 @@ class _Copy:
         args, kwargs = (self._with_modules(value) for value in (args, kwargs))
         target = node.target
         assert callable(target)
+        if target is OPAQUE:
+            key, args = args[0], args[1:]
+            target = function_of(self._calls[key], self._model)
         made = self.lifted.graph.create_node("call_function", _within(target, contexts), args, kwargs, name=node.name)
         self.lifted.scopes[made] = _scopes(node)
         return made
@@ -338,3 +366,9 @@ def _within(op: Callable[..., Any], contexts: tuple[_Context, ...]) -> Callable[
 def op_of(node: fx.Node) -> Any:
     """The op that a node calls, without the regions around it."""
     return getattr(node.target, "wrapped", node.target)
+
+
+def opaque_call(node: fx.Node) -> OpaqueCall | None:
+    """The call of a module kept whole, where the node is one."""
+    call = getattr(op_of(node), "call", None)
+    return call if isinstance(call, OpaqueCall) else None

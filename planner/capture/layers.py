@@ -14,7 +14,7 @@ from typing import Final, Literal
 
 from torch import fx, nn
 
-from planner.capture.export import Lifted, Scope, op_of
+from planner.capture.export import Lifted, Scope, op_of, opaque_call
 from planner.capture.trace import is_getitem
 
 Granularity = Literal["op", "module", "block"]
@@ -42,6 +42,8 @@ class _Calls:
         self._modules = dict(root.named_modules())
         self.chains = {node: tuple(scope for scope in lifted.scopes.get(node, ()) if scope.module) for node in nodes}
         self._copies = lifted.copies
+        self.whole = {node: chain for node, chain in self.chains.items() if opaque_call(node) is not None and chain}
+        self.whole_modules = {chain[-1].module for chain in self.whole.values()}
         self.kinds = {scope.module: scope.kind for chain in self.chains.values() for scope in chain}
         self.children: dict[str, set[str]] = defaultdict(set)
         for chain in self.chains.values():
@@ -68,7 +70,9 @@ class _Calls:
         return is_getitem(node) or node in self._copies
 
     def stateless(self, module: str) -> bool:
-        """Whether the module has neither parameters nor buffers."""
+        """Whether the module has neither parameters nor buffers, and is not kept whole."""
+        if module in self.whole_modules:
+            return False
         held = self._modules.get(module)
         return held is not None and not any(True for _ in held.parameters()) and not any(True for _ in held.buffers())
 
@@ -84,19 +88,18 @@ def segments(
     root: nn.Module,
     work: Callable[[fx.Node], float],
     granularity: Granularity,
-    whole: tuple[str, ...] = (),
 ) -> list[Segment]:
-    """Cut ``nodes`` (the activation ops, in order) into layers; modules named in ``whole`` are never opened."""
+    """Cut ``nodes`` (the activation ops, in order) into layers; a module kept whole is one of its own."""
     calls = _Calls(nodes, lifted, root)
     if granularity == "op":
         return _named(_op_segments(nodes, calls))
-    opened = _opened(calls, granularity, whole)
+    opened = _opened(calls, granularity)
     if granularity == "block":
-        _open_what_is_too_large(opened, calls, work, whole)
+        _open_what_is_too_large(opened, calls, work)
     return _named(_module_segments(nodes, calls, opened, keep_stateless=granularity == "module"))
 
 
-def _opened(calls: _Calls, granularity: Granularity, whole: tuple[str, ...]) -> set[str]:
+def _opened(calls: _Calls, granularity: Granularity) -> set[str]:
     opened = {""}
     if granularity == "module":
         opened |= {module for module, children in calls.children.items() if children}
@@ -107,10 +110,9 @@ def _opened(calls: _Calls, granularity: Granularity, whole: tuple[str, ...]) -> 
                 if child not in opened and not calls.in_repeated(child) and calls.holds_repeated(child):
                     opened.add(child)
                     stack.append(child)
-    for name in whole:  # what lies around it is opened, so that it is a layer of its own
-        while (name := _parent(name)) in calls.kinds:
-            opened.add(name)
-    return opened - set(whole)
+    for chain in calls.whole.values():  # what lies around it is opened, so that it is a layer of its own
+        opened |= {scope.module for scope in chain[:-1]}
+    return opened - calls.whole_modules
 
 
 def _unit(chain: tuple[Scope, ...], opened: set[str]) -> _Unit | None:
@@ -121,9 +123,7 @@ def _unit(chain: tuple[Scope, ...], opened: set[str]) -> _Unit | None:
     return None
 
 
-def _open_what_is_too_large(
-    opened: set[str], calls: _Calls, work: Callable[[fx.Node], float], whole: tuple[str, ...]
-) -> None:
+def _open_what_is_too_large(opened: set[str], calls: _Calls, work: Callable[[fx.Node], float]) -> None:
     costs = {node: work(node) for node in calls.chains}
     limit = LARGEST_SHARE * sum(costs.values())
     while True:
@@ -132,9 +132,7 @@ def _open_what_is_too_large(
             unit = _unit(chain, opened)
             if unit is not None:
                 loads[unit[0]] += costs[node]  # type: ignore[assignment]
-        large = {
-            module for module, load in loads.items() if load > limit and calls.children[module] and module not in whole
-        }
+        large = {module for module, load in loads.items() if load > limit and calls.children[module]}
         if not large:
             return
         opened |= large

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, fx
 
 from planner.capture.analysis import Analysis, needed
-from planner.capture.export import Role
-from planner.capture.seeds import salt_of, seed_layer, seed_layer_cuda
+from planner.capture.export import Role, opaque_call
+from planner.capture.seeds import salt_of, seed_layer, seed_layer_cuda, seed_opaque, seed_opaque_cuda
 from planner.capture.splitting import SplitOp, leaf_numbers, split_ops
 from planner.capture.trace import is_random
 
@@ -250,12 +250,16 @@ class _Writer:
 
     def _ops(self) -> None:
         analysis = self._source.analysis
-        seed = seed_layer_cuda if self._source.on_cuda else seed_layer
+        on_cuda = self._source.on_cuda
+        seed = seed_layer_cuda if on_cuda else seed_layer
+        seed_whole = seed_opaque_cuda if on_cuda else seed_opaque
         seeded: set[int] = set()
         nodes = sorted({*self._source.nodes, *self._source.rebuilt}, key=analysis.flow.order.__getitem__)
         for node in nodes:
             layer = analysis.layer_of.get(node)
-            if layer is not None and layer not in seeded and is_random(node):
+            if (call := opaque_call(node)) is not None:
+                self.graph.call_function(seed_whole, (self._key, salt_of(call.label)))
+            elif layer is not None and layer not in seeded and is_random(node):
                 seeded.add(layer)
                 self.graph.call_function(seed, (self._key, salt_of(analysis.segments[layer].name)))
             self._made[node] = self._op(node, layer)

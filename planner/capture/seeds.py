@@ -62,6 +62,18 @@ def seed_layer_cuda(key: RandomKey, salt: int) -> None:
     torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
 
 
+def seed_opaque(key: RandomKey, salt: int) -> None:
+    """Seed every generator before a module that is kept whole: torch's, Python's, NumPy's."""
+    seed_layer(key, salt)
+    _seed_python(key.seed_for(salt))
+
+
+def seed_opaque_cuda(key: RandomKey, salt: int) -> None:
+    """The same for a module on a CUDA device."""
+    seed_layer_cuda(key, salt)
+    _seed_python(key.seed_for(salt))
+
+
 class RandomStream:
     """Generator states of its own (torch on the CPU, Python, NumPy where it is loaded), in force within ``with``.
 
@@ -88,6 +100,10 @@ class RandomStream:
 
 def _seed_all(seed: int) -> None:
     torch.manual_seed(seed)
+    _seed_python(seed)
+
+
+def _seed_python(seed: int) -> None:
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed & 0xFFFFFFFF)

@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
-from planner.capture.export import Lifted, Role, op_of
+from planner.capture.export import Lifted, Role, op_of, opaque_call
 from planner.errors import InputError
 
 
@@ -31,6 +31,7 @@ class Facts:
     storages: frozenset[int]
     saved: frozenset[int] = frozenset()  # storages that this op saves for its backward
     flops: int = 0
+    written: frozenset[int] = frozenset()  # storages that a module kept whole changes in place, buffers left out
 
 
 @dataclass(slots=True, kw_only=True)
@@ -86,7 +87,7 @@ def trace(
         raise InputError(
             "no gradient reaches the loss", hint="compute it from the output, which must come from trainable parameters"
         )
-    changed = {name for name, tensor in own_buffers.items() if not torch.equal(tensor, buffers[name])}
+    changed = {name for name, t in own_buffers.items() if t._version or not torch.equal(t, buffers[name])}
     return Trace(
         facts=run.facts,
         storage_bytes=run.storages.sizes,
@@ -121,6 +122,7 @@ class _Run:
 
     def _value(self, node: fx.Node, values: dict[fx.Node, Any], counter: FlopCounterMode) -> Any:
         saved: set[int] = set()
+        given: list[tuple[Tensor, int]] = []
         flops = counter.get_total_flops()
         if node.op == "placeholder":
             value = self._placeholder(node)
@@ -128,6 +130,7 @@ class _Run:
             value = self._lifted.modules[str(node.target)]
         else:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+            given = [(tensor, tensor._version) for tensor in _tensors(args[:2])] if opaque_call(node) else []
 
             def pack(tensor: Tensor) -> None:
                 saved.add(self.storages.number(tensor, node))
@@ -143,6 +146,9 @@ class _Run:
             storages=frozenset(self.storages.number(tensor, node) for tensor in tensors),
             saved=frozenset(saved),
             flops=counter.get_total_flops() - flops,
+            written=frozenset(
+                self.storages.number(tensor, node) for tensor, version in given if tensor._version != version
+            ),
         )
         return value
 
@@ -213,8 +219,10 @@ def returns_what_it_writes(node: fx.Node) -> fx.Node | None:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether the op draws from torch's generator (an op of unknown origin is taken to)."""
+    """Whether the op draws from torch's generator (one of unknown origin and a module kept whole are taken to)."""
     op = op_of(node)
+    if opaque_call(node) is not None:
+        return True
     if not isinstance(op, OpOverload) or op.namespace not in ("aten", "prims"):
         return isinstance(op, OpOverload)
     if torch.Tag.nondeterministic_seeded not in op.tags:

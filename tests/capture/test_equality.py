@@ -16,6 +16,7 @@ EXAMPLES = Path(planner.examples.__file__).parent
 MODELS = Path(__file__).parent / "models"
 SUMMED_BY_LAYER = {
     "tied": {"token.weight"},
+    "opaque": {"dropped.inner.0.weight", "dropped.inner.0.bias"},
     "inputs": {"embed.weight", "shared.0.weight", "shared.0.bias", "shared.2.weight", "shared.2.bias"},
 }
 """Parameters that several layers read: summed layer by layer here, use by use in plain PyTorch."""

@@ -21,6 +21,10 @@ MODELS = Path(__file__).parent / "models"
 ALL = [EXAMPLES / "unet.py", *sorted(MODELS.glob("*.py"))]
 
 
+VARYING = "opaque"
+"""What this model saves hangs on the values that it meets."""
+
+
 def captured_at(path: Path, **settings: Any) -> Capture:
     return capture(load_model_file(path), **{"microbatch_size": 2, **settings})
 
@@ -78,7 +82,8 @@ def test_edges_are_a_graph_in_order(captured: Capture) -> None:
 
 def test_edges_and_fingerprint_are_those_of_the_model_at_any_size(captured: Capture) -> None:
     larger = captured_at(captured.model_file.path, microbatch_size=5, seed=1)
-    assert larger.edges == captured.edges
+    if captured.model_file.name != VARYING:
+        assert larger.edges == captured.edges
     assert larger.fingerprint == captured.fingerprint
 
 
@@ -131,6 +136,8 @@ def _flat(captured: Capture) -> tuple[Any, ...]:
 
 def test_saved_bytes_are_those_that_autograd_saves(captured: Capture) -> None:
     """A layer's own storages, and those that other layers made and it saves, flagged on the edge."""
+    if captured.model_file.name == VARYING:
+        return
     flagged: dict[str, dict[str, bool]] = {layer.name: {} for layer in captured.layers}
     saved_elsewhere: dict[str, dict[str, int]] = {layer.name: {} for layer in captured.layers}
     sizes: dict[str, int] = {}

@@ -33,6 +33,20 @@ def net(forward: str, extra: str = "") -> str:
     return HEAD + extra + "\n".join(lines) + "\n" + BATCH + LOSS
 
 
+PAIR = """class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(4, 4)])
+    def forward(self, x):
+        return self.parts[0](x)
+"""
+
+
+def whole_net(forward: str, extra: str = "") -> str:
+    """The same module as the whole model."""
+    return net(forward, extra).replace("nn.Sequential(nn.Linear(4, 4), Net())", "Net()")
+
+
 DOUBLED = """class Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -52,6 +66,17 @@ WRONG = {
     "global_batch": (GOOD + "global_batch = 0\n", "global_batch is 0", "1 or more"),
     "leaves": (GOOD + "leaves = 'a'\n", "leaves is 'a'", "module names"),
     "leaves of no module": (GOOD + "leaves = ['zz']\n", "leaves names 'zz'", "correct"),
+    "leaves of the whole": (GOOD + "leaves = ['']\n", "leaves names ''", "correct"),
+    "leaves that nobody calls": (
+        HEAD
+        + "def model():\n    return nn.Sequential(nn.ModuleDict({'a': nn.Linear(4, 4)})['a'], Pair())\n"
+        + PAIR
+        + "leaves = ['1.parts']\n"
+        + BATCH
+        + LOSS,
+        ": leaves names '1.parts', which is never called",
+        "one of its children",
+    ),
     "model raises": (
         HEAD + "def model():\n    return nn.Linear(4, 'a')\n" + BATCH + LOSS,
         ":4: model() raised TypeError",
@@ -119,11 +144,38 @@ WRONG = {
         ": no gradient reaches the loss",
         "trainable parameters",
     ),
-    "branch on values": (net("if x.sum() > 0:\n    return self.inner(x)\nreturn x"), ":8: ", "values of tensors"),
-    "lost backward": (
-        net("return Doubled.apply(self.inner(x))", DOUBLED),
-        ": module 1 uses the autograd.Function Doubled",
+    "branch on values in the model itself": (
+        whole_net("if x.sum() > 0:\n    return self.inner(x)\nreturn x"),
+        ":8: torch.export cannot take the model, and no smaller module",
+        "module of its own",
+    ),
+    "branch on values in the loss": (
+        HEAD
+        + MODEL
+        + BATCH
+        + "def loss(output, target):\n    return output.mean() if output.sum() > 0 else output.sum()\n",
+        ":8: torch.export cannot take the model, and no smaller module",
+        "module of its own",
+    ),
+    "lost backward in the model itself": (
+        whole_net("return Doubled.apply(self.inner(x))", DOUBLED),
+        ": the model's own forward() uses the autograd.Function Doubled",
         "register_autograd",
+    ),
+    "lost backward in the loss": (
+        HEAD + DOUBLED + MODEL + BATCH + "def loss(output, target):\n    return Doubled.apply(output).mean()\n",
+        ": loss() uses the autograd.Function Doubled",
+        "register_autograd",
+    ),
+    "Python's random numbers": (
+        whole_net("import random\nreturn self.inner(x) * random.random()"),
+        ": the model's own forward() draws random numbers from Python's",
+        "module of its own",
+    ),
+    "a module kept whole raises": (
+        net("if x.sum() != 0:\n    raise ValueError('odd')\nreturn x"),
+        ":9: model()'s forward() raised ValueError: odd",
+        "mend",
     ),
     "parameter changed in forward": (
         net("with torch.no_grad():\n    self.inner.weight.clamp_(-1, 1)\nreturn self.inner(x)"),

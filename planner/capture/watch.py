@@ -1,0 +1,110 @@
+"""What a model does while it is exported, module by module: which one runs, and what the graph would lose of it.
+
+Lost are backwards of custom autograd Functions (Python or C++), found by the nodes that they leave in the autograd
+graph, and numbers drawn from Python's or NumPy's generators, which a graph freezes, found by the generators' states.
+Both are looked for whenever a module is entered or left, and put down to the innermost one that is running.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from planner.capture.values import tensors_within
+
+LOSS = None
+"""The place of what happens in no module: the user's loss()."""
+
+
+class Watch:
+    """Hooks on every module of ``model`` but those ``within`` which nobody looks.
+
+    ``lost``: module (None: the loss) -> what of it the graph would lose, in words.
+    """
+
+    def __init__(self, model: nn.Module, opaque: frozenset[str]) -> None:
+        self._model = model
+        self._opaque = opaque
+        self._running: list[str | None] = [LOSS]
+        self._seen: set[Any] = set()
+        self._drawn = _generators()
+        self.lost: dict[str | None, str] = {}
+
+    @property
+    def innermost(self) -> str | None:
+        """The module that runs, or that raised; the innermost that is not kept whole already."""
+        return next(name for name in reversed(self._running) if name is None or name not in self._opaque)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within it the model is watched."""
+        handles = []
+        for name, module in self._model.named_modules():
+            if any(name.startswith(f"{whole}.") for whole in self._opaque):
+                continue
+            handles.append(module.register_forward_pre_hook(self._entering(name), prepend=True, with_kwargs=True))
+            handles.append(module.register_forward_hook(self._leaving(name)))
+        self._drawn = _generators()
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def look(self, value: Any) -> None:
+        """Put what is new since the last look down to the module that runs; ``value``: what it gives or takes."""
+        here = self._running[-1]
+        drawn = _generators()
+        if drawn != self._drawn:
+            self._drawn = drawn
+            self.lost.setdefault(here, "draws random numbers from Python's or NumPy's generator")
+        stack = [tensor.grad_fn for tensor in tensors_within(value)]
+        while stack:
+            node = stack.pop()
+            if node is None or node in self._seen:
+                continue
+            self._seen.add(node)
+            if _loses_its_backward(node):
+                self.lost.setdefault(here, f"uses the autograd.Function {_function_name(node)}")
+            stack.extend(following for following, _ in node.next_functions)
+
+    def _entering(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, arguments: Any, keywords: Any) -> None:
+            self.look((arguments, keywords))
+            self._running.append(name)
+
+        return hook
+
+    def _leaving(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, arguments: Any, output: Any) -> None:
+            while self._running[-1] != name:  # left by exceptions that the model itself catches
+                self._running.pop()
+            self.look(output)
+            self._running.pop()
+
+        return hook
+
+
+def _generators() -> tuple[Any, ...]:
+    numpy = sys.modules.get("numpy")
+    state = None if numpy is None else numpy.random.get_state()
+    return random.getstate(), state and (state[1].tobytes(), *state[2:])
+
+
+def _loses_its_backward(node: Any) -> bool:
+    kind = type(node).__name__
+    if kind == "CppFunction":  # written in C++, or an op that has no backward at all, in eager PyTorch either
+        return not str(node.name()).endswith("::WarnNotImplemented")
+    registered = kind.startswith("GeneratedBackwardFor_")  # torch.library.register_autograd: export keeps the op
+    return isinstance(node, torch.autograd.function.BackwardCFunction) and not registered
+
+
+def _function_name(node: Any) -> str:
+    kind = type(node).__name__
+    return kind.removesuffix("Backward") if kind != "CppFunction" else str(node.name())

@@ -1,0 +1,110 @@
+"""Modules kept whole: found without being named, layers of their own, refused by name where they cannot work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from planner.capture import Capture, RandomKey, Stage, capture, load_model_file
+from planner.capture.export import opaque_call
+from planner.errors import RunError
+from tests.capture.pipelines import Pipeline, differences, even_cut, gpipe
+
+MODELS = Path(__file__).parent / "models"
+
+HEAD = "import torch\nfrom torch import nn\n"
+REST = """
+def model():
+    return nn.Sequential(nn.Linear(4, 4), Net(), nn.Linear(4, 4), nn.Linear(4, 4))
+def batch(size):
+    return torch.randn(size, 4), torch.randn(size, 4)
+def loss(output, target):
+    return (output - target).square().mean()
+"""
+COUNTED = """
+class Inner(nn.Module):
+    def forward(self, x, seen):
+        seen.tensors.append(x)
+        return x * 2 if x.sum() > 1e9 else x * 3
+class Seen:
+    def __init__(self):
+        self.tensors = []
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.linear = Inner(), nn.Linear(4, 4)
+    def forward(self, x):
+        seen = Seen()
+        seen.tensors.append(x)
+        return self.linear(self.inner(x, seen)) + seen.tensors[1]
+"""
+SIZED = """
+class Net(nn.Module):
+    def forward(self, x):
+        return x if x.min() > -1e9 else x[:1]
+"""
+
+
+def captured_text(folder: Path, text: str, microbatch_size: int = 2) -> Capture:
+    path = folder / "made.py"
+    path.write_text(HEAD + text + REST)
+    return capture(load_model_file(path), microbatch_size=microbatch_size)
+
+
+def whole_modules(captured: Capture) -> set[str]:
+    calls = [opaque_call(node) for part in captured.analysis.segments for node in part.nodes]
+    return {call.name for call in calls if call is not None}
+
+
+@pytest.fixture(scope="module")
+def captured() -> Capture:
+    return capture(load_model_file(MODELS / "opaque.py"), microbatch_size=2)
+
+
+def test_the_smallest_modules_are_found_and_named_ones_are_kept(captured: Capture) -> None:
+    found = {"branch", "experts", "dropped", "place", "rewound"}
+    found |= {f"blocks.{index}.{name}" for index in (0, 1) for name in ("scale", "act")}
+    assert whole_modules(captured) == found | {"kept"}
+
+
+@pytest.mark.parametrize("granularity", ["block", "module", "op"])
+def test_each_is_a_layer_of_its_own(granularity: str) -> None:
+    captured = capture(load_model_file(MODELS / "opaque.py"), microbatch_size=2, granularity=granularity)  # type: ignore[arg-type]
+    for part in captured.analysis.segments:
+        names = {call.name for node in part.nodes if (call := opaque_call(node)) is not None}
+        if names and not part.name.startswith(
+            "branch"
+        ):  # its buffers keep both of its calls together, with what lies between
+            assert len(names) == 1, part.name
+            assert part.name.partition("@")[0].removesuffix(".opaque") in names
+
+
+def test_the_model_is_left_as_it_was(captured: Capture) -> None:
+    fresh = captured.model_file.model()
+    for name, module in captured.module.named_modules():
+        twin = fresh.get_submodule(name)
+        assert "forward" not in vars(module)
+        assert len(module._forward_hooks) == len(twin._forward_hooks)
+        assert len(module._forward_pre_hooks) == len(twin._forward_pre_hooks)
+    for name, buffer in captured.module.named_buffers():
+        assert torch.equal(buffer, fresh.get_buffer(name)), name
+
+
+def test_a_module_that_hides_tensors_is_taken_with_what_is_around_it(tmp_path: Path) -> None:
+    captured = captured_text(tmp_path, COUNTED)
+    assert whole_modules(captured) == {"1"}
+    batch = next(captured.model_file.data(4))
+    whole = Pipeline(captured, even_cut(captured, 1)).step(batch, 2, actions=gpipe(1, 2))
+    step = Pipeline(captured, even_cut(captured, 3)).step(batch, 2, actions=gpipe(3, 2))
+    assert differences(whole, step) == []
+
+
+def test_sizes_that_hang_on_values_fail_by_name(tmp_path: Path) -> None:
+    captured = captured_text(tmp_path, SIZED)
+    (layer,) = [layer.name for layer in captured.layers if layer.name == "1"]
+    stage = Stage(captured.program([layer]), captured.module)
+    received = {b.name: torch.full(b.shape, -1e10) for b in stage.program.receives}
+    with pytest.raises(RunError, match=r"module 1 returned float32\[1, 4\] where it returned float32\[2, 4\]"):
+        stage.forward(0, captured.batch.inputs, captured.batch.target, received, RandomKey(0, 0, 0))
