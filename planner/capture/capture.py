@@ -16,6 +16,7 @@ from planner.capture.batch import Batch, to_device
 from planner.capture.dataflow import use_newest_aliases
 from planner.capture.export import Role, export
 from planner.capture.layers import Granularity
+from planner.capture.masks import fold_masks
 from planner.capture.model_file import ModelFile
 from planner.capture.program import StageProgram, build_program
 from planner.capture.seeds import RandomStream
@@ -137,6 +138,7 @@ def capture(
     with RandomStream(seed):
         batch = to_device(model_file.batch(microbatch_size), device)
         lifted = export(module, model_file, batch)
+    fold_masks(lifted)
     use_newest_aliases(lifted)
     try:
         with RandomStream(seed):

@@ -84,7 +84,9 @@ class EagerReference:
 
 
 class _Ordinals(TorchDispatchMode):
-    """Counts the ops that draw from torch's generators, and calls ``before`` with the number of each.
+    """Counts the ops that draw from torch's generators; ``before`` gets the number of the next one that may.
+
+    Whether one did is seen by the generators' states: models may take other ops in a capture than in eager PyTorch.
 
     Modules that are kept whole are apart: they are seeded as they are entered, and may draw as often as they like.
     """
@@ -118,13 +120,22 @@ class _Ordinals(TorchDispatchMode):
         self._within -= 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        draws = isinstance(func, OpOverload) and (
+        may_draw = isinstance(func, OpOverload) and (
             torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in ("aten", "prims")
         )
-        if draws and not self._within:
-            self._before(self.count)
+        if not may_draw or self._within:
+            return func(*args, **(kwargs or {}))
+        self._before(self.count)
+        before = _generator_states()
+        output = func(*args, **(kwargs or {}))
+        if not all(map(torch.equal, before, _generator_states())):
             self.count += 1
-        return func(*args, **(kwargs or {}))
+        return output
+
+
+def _generator_states() -> list[Tensor]:
+    cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    return [generator.get_state() for generator in (torch.default_generator, *cuda)]
 
 
 class _Recorder(RandomKey):
