@@ -13,6 +13,7 @@ faster on any cut. All limits are counts (cuts, nodes, simulated actions), so on
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import itertools
 import math
@@ -146,6 +147,7 @@ class _Search:
             self._visit()
             self._polish()
             self._prove_depths()
+            self._trim()
         except _OutOfTimeError:
             state.complete, state.interrupted = False, True
         except KeyboardInterrupt:
@@ -408,6 +410,26 @@ class _Search:
                 schedule=best.timeline.schedule,
             )
             self._offer(best.configuration, best.job, polished(walk, order, bound_s=bound, steps=POLISH_SWAPS))
+
+    def _trim(self) -> None:
+        """Take off the warm-ups what costs no time: the best plan then holds less."""
+        best = self.state.best
+        if best is None or ScheduleName.ONE_F_ONE_B not in self.asked.schedules or best.configuration.virtual > 1:
+            return
+        count, ranks = best.configuration.num_microbatches, best.configuration.pipeline
+        warmup = (count,) * ranks if best.schedule is ScheduleName.GPIPE else best.warmup
+        if best.schedule not in FUSED or warmup is None:
+            return
+        depths = Depths1F1B(Walk(best.job), self.limit)
+        made = depths.trimmed(warmup, POLISH_SIMULATIONS * 2 * count * ranks)
+        if made != warmup:
+            trimmed = dataclasses.replace(
+                best,
+                schedule=ScheduleName.ONE_F_ONE_B,
+                warmup=made,
+                timeline=simulate(best.job, depths.schedule(made)),
+            )
+            self.state.best = self.state.per_configuration[best.configuration] = trimmed
 
     def _prove_depths(self) -> None:
         """Settle what lies between the bounds of timed cuts and the best time."""

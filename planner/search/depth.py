@@ -195,6 +195,17 @@ class Depths1F1B:
             if all(1 <= d <= min(m, self.job.num_microbatches) for d, m in zip(moved, self.most, strict=True)):
                 yield tuple(moved)
 
+    def trimmed(self, depths: Depths, effort: int) -> Depths:
+        """Depths that are as fast, and hold less: one less on a rank, as long as that costs nothing."""
+        until, most_s, made = self.spent + effort, self.seconds(depths) * (1 + _EQUAL), depths
+        for rank in range(len(made)):
+            while made[rank] > 1 and self.spent <= until:
+                less = (*made[:rank], made[rank] - 1, *made[rank + 1 :])
+                if self.seconds(less) > most_s:
+                    break
+                made = less
+        return depths if any(self._over(made)) else made
+
     # --- proof --------------------------------------------------------------------------------------------------------
 
     def none_faster(

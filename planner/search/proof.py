@@ -190,18 +190,22 @@ class _Rows:
         if rank == 0:
             self.post_first = post if all(self.layers.comes_back[1:-1]) else Linear()
         self.model.row(load * count + post)
+        # the order of a rank's stages is sure backwards too only where gradients come back all the way between them
+        parted = Linear()
+        for k in range(stages[0], stages[-1]):
+            parted.add(self.broken[k], self.most * count)
         for a, first in enumerate(stages):
             without = Linear()
             for k in stages[:a]:
                 without.add(self.F[k])
             row = self._reached(self.PF, first) + (load - without) * count
             if not self.merged or first == 0:  # merged, PF holds the way back too, which ends on rank 0
-                self._guarded(row + post, first)
+                self._guarded(row + post - (parted if a else Linear()), first)
             if self.shape.fused:
                 dropped = Linear()
                 for lowest in stages:
                     if lowest > 0:
-                        ended = row - dropped * count + self.PB[lowest - 1]
+                        ended = row - dropped * count + self.PB[lowest - 1] - parted
                         self._guarded(ended + self.post_first, 0, first, lowest)
                         self._guarded(ended, first, lowest)
                     dropped.add(self.B[lowest])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -10,7 +11,7 @@ from planner.cluster import memory_limit
 from planner.errors import NothingFitsError
 from planner.graph import LayerGraph
 from planner.record import record
-from planner.schedules import Placement
+from planner.schedules import Placement, ScheduleName
 from planner.search.depth import Depths1F1B
 from planner.search.figures import Figures, LayerFigures
 from planner.search.job import job_of_cut
@@ -50,6 +51,8 @@ def no_plan_fits(graph: LayerGraph, asked: Asked) -> NoPlanFitsError:
     missing = tuple(
         Missing(rank=rank, stage=rank, bytes=need - limit) for rank, need in enumerate(needs) if need > limit
     )
+    if not missing:  # it fits, yet no cut that was timed did: say so rather than nothing
+        missing = (Missing(rank=int(np.argmax(needs)), stage=int(np.argmax(needs)), bytes=0),)
     worst = max(missing, key=lambda entry: entry.bytes)
     change = _smallest_change(graph, asked, lattice, configuration, max(needs))
     return NoPlanFitsError(
@@ -74,7 +77,10 @@ def _widest(given: tuple[Configuration, ...]) -> list[Configuration]:
 
 
 def _needs(graph: LayerGraph, asked: Asked, lattice: Lattice, configuration: Configuration) -> list[int]:
-    """Peak bytes of every rank in the cut whose largest is least, with as few micro-batches in flight as can be."""
+    """Peak bytes of every rank in the cut whose largest is least, with as few micro-batches in flight as can be.
+
+    Under GPipe alone all are; the cut is then that with the least for one.
+    """
     layers = LayerFigures(
         graph,
         microbatch_size=configuration.microbatch_size,
@@ -85,7 +91,9 @@ def _needs(graph: LayerGraph, asked: Asked, lattice: Lattice, configuration: Con
     names = [[graph.names[layer] for layer in lattice.layers(*step)] for step in cut]
     recompute = (asked.recompute == "all",) * len(names)
     walk = Walk(job_of_cut(graph, asked, configuration, names, recompute))
-    timeline = simulate(walk, Depths1F1B(walk, None).schedule((1,) * configuration.pipeline))
+    deep = asked.schedules == (ScheduleName.GPIPE,)
+    depths = (configuration.num_microbatches if deep else 1,) * configuration.pipeline
+    timeline = simulate(walk, Depths1F1B(walk, None).schedule(depths))
     return [use.peak_memory_bytes for use in timeline.ranks]
 
 
@@ -110,8 +118,10 @@ def _smallest_change(graph: LayerGraph, asked: Asked, lattice: Lattice, closest:
     """More memory, and what would fit without: another schedule, a smaller micro-batch, more GPUs."""
     limit = memory_limit(asked.cluster) or 0
     reserve = asked.cluster.memory_reserve_fraction or 0.0
-    if need <= limit:  # it is the schedule that holds too many micro-batches
-        return "allow --schedule 1f1b, which holds fewer micro-batches at once"
+    if asked.schedules == (ScheduleName.GPIPE,):
+        flat = dataclasses.replace(asked, schedules=(ScheduleName.ONE_F_ONE_B,))
+        if max(_needs(graph, flat, lattice, closest)) <= limit:
+            return "it would fit with --schedule 1f1b, which holds fewer micro-batches at once"
     ways = [f"--memory {_enough(need / (1 - reserve))}"]
     for size, tensor in graph.rows():
         if tensor == closest.tensor and size < closest.microbatch_size and asked.global_batch % size == 0:
