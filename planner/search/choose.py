@@ -300,6 +300,13 @@ class _Search:
         solved = self.bounds.solved(configuration, fused=item.fused, below_s=state.best_s, most_nodes=30)
         if solved.bound >= state.best_s * (1 - 1e-6):
             return
+        choices = self.bounds.shape(configuration, fused=item.fused).recompute
+        every = self.bounds.lattice.every_cut(stages, MOST_CUTS) if self.bounds.lattice else None
+        if every is not None and self.bounds.lattice is not None:
+            for ideals in every:
+                for again in itertools.product(choices, repeat=stages):
+                    self._time_cut(item, self._between(ideals, self.bounds.lattice), again, bound)
+            return
         state.complete = False
         recompute = (self.asked.recompute == "all",) * stages
         cuts = [self._names(cut, self.bounds.lattice) for cut in self._balanced(item)] if self.bounds.lattice else []
@@ -332,9 +339,10 @@ class _Search:
         return [cut for cut in found if cut is not None]
 
     def _names(self, cut: BoundedCut, lattice: Lattice) -> Cut:
-        return [
-            [self.graph.names[layer] for layer in lattice.layers(start, end)] for start, end in pairwise(cut.ideals)
-        ]
+        return self._between(cut.ideals, lattice)
+
+    def _between(self, ideals: tuple[int, ...], lattice: Lattice) -> Cut:
+        return [[self.graph.names[layer] for layer in lattice.layers(start, end)] for start, end in pairwise(ideals)]
 
     def _by_stage(self, stage_of: tuple[int, ...], stages: int) -> Cut:
         return [

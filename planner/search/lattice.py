@@ -47,6 +47,25 @@ class Lattice:
         inside = self.members[end] & ~self.members[start]
         return [int(layer) for layer in np.flatnonzero(inside)]
 
+    def every_cut(self, num_stages: int, most: int) -> list[tuple[int, ...]] | None:
+        """The ideals of every cut into so many stages; None where there are more than ``most``."""
+        ways = np.zeros((num_stages + 1, len(self)))
+        ways[0, -1] = 1  # from here to the whole in so many steps
+        for left in range(1, num_stages + 1):
+            np.add.at(ways[left], self.start, ways[left - 1][self.end])
+        if ways[num_stages, 0] > most:
+            return None
+        first = np.searchsorted(self.start, np.arange(len(self) + 1))
+        begun: list[tuple[int, ...]] = [(0,)]
+        for left in range(num_stages - 1, -1, -1):
+            begun = [
+                (*path, int(end))
+                for path in begun
+                for end in self.end[first[path[-1]] : first[path[-1] + 1]]
+                if ways[left, end]
+            ]
+        return begun
+
 
 def lattice_of(graph: LayerGraph) -> Lattice | None:
     """All ideals of a graph; None where they are too many."""

@@ -14,9 +14,10 @@ from planner.cluster import memory_limit, resolve
 from planner.errors import InputError, NothingFitsError
 from planner.graph import LayerGraph
 from planner.profile import Profile
-from planner.schedules import Placement, Schedule, ScheduleName, build
+from planner.schedules import Placement, Schedule, ScheduleName, build, shape_fault
 from planner.search import Asked, solve
-from planner.search.choose import job_of_cut
+from planner.search.job import job_of_cut
+from planner.search.orders import FUSED, SPLIT
 from planner.search.space import configurations
 from planner.simulate import Job, Walk, simulate
 
@@ -108,3 +109,44 @@ def test_brute_force_finds_nothing_better(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(1000, 1200))
 def test_brute_force_finds_nothing_better_at_length(seed: int) -> None:
     check_against_brute_force(seed, most_layers=8, most_cuts=3000, most_warmups=300)
+
+
+EVERY = (*FUSED, *SPLIT)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_named_schedule_beats_the_plan(seed: int) -> None:
+    """All schedules, both placements, one and two stages a rank, replicas: any cut, each schedule as it comes."""
+    rng = random.Random(seed)
+    profile = random_profile(rng, chain=rng.random() < 0.5, most_layers=6)
+    asked = Asked(
+        gpus=rng.randint(1, 4),
+        global_batch=rng.choice((2, 4, 6)),
+        cluster=resolve(random_cluster(rng, memory=rng.choice((None, None, 900))), profile),
+        schedules=EVERY,
+        virtual=(1, 2),
+        data=(1, 2),
+        recompute="none",
+    )
+    graph = LayerGraph.of(profile)
+    try:
+        found = solve(profile, asked)
+    except NothingFitsError:
+        found = None
+    if found is not None:
+        assert found.bound_s <= found.best.iteration_s * (1 + 1e-9)
+    below = found.best.iteration_s * (1 - 1e-9) if found else math.inf
+    for configuration in configurations(graph, asked):
+        stages, shape = configuration.pipeline * configuration.virtual, (configuration.virtual, configuration.placement)
+        names = [n for n in EVERY if not shape_fault(n, virtual=shape[0], placement=shape[1])]
+        for cut in itertools.islice(all_cuts(graph, stages), 30):
+            walk = Walk(job_of_cut(graph, asked, configuration, cut))
+            for name in names:
+                schedule = build(
+                    name,
+                    num_ranks=configuration.pipeline,
+                    virtual=configuration.virtual,
+                    num_microbatches=configuration.num_microbatches,
+                    placement=configuration.placement,
+                )
+                assert fitting_s(walk, schedule, below) == math.inf
