@@ -40,8 +40,10 @@ def solve(
     output: Path = typer.Option(Path("plan.yaml"), "-o", "--output", help="Where the plan is written."),
     explain: bool = typer.Option(False, "--explain", help="Show the cut stage by stage too."),
     max_seconds: float | None = typer.Option(None, min=0.0, help="Take the best plan found by then."),
-    schedule: str | None = typer.Option(None, help="Schedules to choose from, e.g. gpipe,1f1b."),
+    schedule: str | None = typer.Option(None, help="Schedules to choose from (default: gpipe,1f1b)."),
     pipeline: str | None = typer.Option(None, help="Pipeline sizes to choose from, e.g. 2,4."),
+    virtual: str | None = typer.Option(None, help="Stages a rank to choose from, e.g. 1,2 (default: 1)."),
+    data: str | None = typer.Option(None, help="Numbers of replicas to choose from, e.g. 1,2,4 (default: 1)."),
     microbatch: str | None = typer.Option(None, help="Micro-batch sizes to choose from, e.g. 1,2."),
     recompute: Recompute = typer.Option(Recompute.AUTO, help="Which stages recompute: as it helps, none, all."),
     as_json: bool = typer.Option(False, "--json", help="Print the plan, alternatives and baselines as JSON."),
@@ -50,17 +52,37 @@ def solve(
 
     Exit code 3 where nothing fits, with what is missing and the smallest change that would do.
     """
+    from planner.cluster import read_cluster, resolve
     from planner.files import check_replaceable, check_writable, plain
+    from planner.graph import LayerGraph
     from planner.plan import write_plan
     from planner.plan.build import plan_of
+    from planner.profile import read_profile
+    from planner.search import Asked
     from planner.search.shortfall import NoPlanFitsError
+    from planner.units import parse_bytes
 
     notes: list[str] = []
     path = profile or _newest(notes)
     check_replaceable(output, "pipeplan-plan")
     check_writable(output)
-    asked, graph = _asked(
-        path, notes, gpus, batch, memory, cluster, max_seconds, schedule, pipeline, microbatch, recompute
+    read = read_profile(path)
+    graph = LayerGraph.of(read)
+    asked = Asked(
+        gpus=gpus,
+        global_batch=batch or read.global_batch or _default_batch(graph, gpus, notes),
+        cluster=resolve(
+            read_cluster(cluster) if cluster is not None else None,
+            read,
+            parse_bytes(memory) if memory is not None else None,
+        ),
+        schedules=_schedules(schedule),
+        pipeline=_sizes("--pipeline", pipeline),
+        virtual=_sizes("--virtual", virtual) or (1,),
+        data=_sizes("--data", data) or (1,),
+        microbatch=_sizes("--microbatch", microbatch),
+        recompute=recompute.value,
+        max_seconds=max_seconds,
     )
     try:
         found = _search(graph, asked)
@@ -90,44 +112,6 @@ def _newest(notes: list[str]) -> Path:
     return files[-1]
 
 
-def _asked(
-    path: Path,
-    notes: list[str],
-    gpus: int,
-    batch: int | None,
-    memory: str | None,
-    cluster: Path | None,
-    max_seconds: float | None,
-    schedule: str | None,
-    pipeline: str | None,
-    microbatch: str | None,
-    recompute: Recompute,
-) -> tuple[Asked, LayerGraph]:
-    """What is searched for, its defaults filled, and noted where a person may wonder."""
-    from planner.cluster import read_cluster, resolve
-    from planner.graph import LayerGraph
-    from planner.profile import read_profile
-    from planner.search import Asked
-    from planner.units import parse_bytes
-
-    read = read_profile(path)
-    graph = LayerGraph.of(read)
-    return Asked(
-        gpus=gpus,
-        global_batch=batch or read.global_batch or _default_batch(graph, gpus, notes),
-        cluster=resolve(
-            read_cluster(cluster) if cluster is not None else None,
-            read,
-            parse_bytes(memory) if memory is not None else None,
-        ),
-        schedules=_schedules(schedule),
-        pipeline=_sizes("--pipeline", pipeline),
-        microbatch=_sizes("--microbatch", microbatch),
-        recompute=recompute.value,
-        max_seconds=max_seconds,
-    ), graph
-
-
 def _default_batch(graph: LayerGraph, gpus: int, notes: list[str]) -> int:
     from planner.search.space import largest_batch
 
@@ -138,14 +122,15 @@ def _default_batch(graph: LayerGraph, gpus: int, notes: list[str]) -> int:
 
 def _schedules(text: str | None) -> tuple[ScheduleName, ...]:
     from planner.search.choose import SCHEDULES
+    from planner.search.orders import FUSED, SPLIT
 
     if text is None:
         return SCHEDULES
-    known = {name.value: name for name in SCHEDULES}
+    known = {name.value: name for name in (*FUSED, *SPLIT)}
     words = [word.strip() for word in text.split(",")]
     for word in words:
         if word not in known:
-            raise InputError(f"--schedule: {word!r} is none that is searched", hint=f"choose from {', '.join(known)}")
+            raise InputError(f"--schedule: {word!r} is no schedule", hint=f"choose from {', '.join(known)}")
     return tuple(name for word, name in known.items() if word in words)
 
 

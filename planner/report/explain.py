@@ -8,6 +8,7 @@ from rich import box
 from rich.table import Table
 
 from planner.cluster import memory_limit
+from planner.schedules import ScheduleName
 from planner.search import Candidate, Found
 from planner.units import format_bytes, format_seconds
 
@@ -25,19 +26,25 @@ def plans_table(found: Found, *, most: int = 6) -> Table:
         else:
             *figures, memory = _row(found, baseline.name, baseline.candidate)
             by_hand.append((*figures, memory if baseline.fits else f"{memory} (!)"))
-    headings = ("plan", "GPUs", "b · M", "schedule", "iteration", "ratio", "bubble", "memory")
+    headings = ("plan", _shape_heading(found), "b · M", "schedule", "iteration", "ratio", "bubble", "memory")
     return _table(headings, (plans, by_hand), words=("plan", "schedule"))
+
+
+def _shape_heading(found: Found) -> str:
+    """Only what was searched: P alone is the number of GPUs."""
+    parts = ["P", *["D"] * (max(found.asked.data) > 1), *["v"] * (max(found.asked.virtual) > 1)]
+    return " · ".join(parts) if len(parts) > 1 else "GPUs"
 
 
 def _table(
     headings: tuple[str, ...], sections: Sequence[Sequence[tuple[str, ...]]], *, words: tuple[str, ...]
 ) -> Table:
-    """A table without walls. Columns of ``words`` stand to the left and are cut where room is short, numbers never."""
+    """A table without walls. Columns of ``words`` go on below where room is short; figures are never cut."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True, header_style="bold")
     for place, heading in enumerate(headings):
         width = max(len(row[place]) for section in (*sections, [headings]) for row in section)
         if heading in words:
-            table.add_column(heading, justify="left", no_wrap=True, overflow="ellipsis")
+            table.add_column(heading, justify="left", overflow="fold")
         else:
             table.add_column(heading, justify="right", no_wrap=True, min_width=width)
     for section in sections:
@@ -49,9 +56,10 @@ def _table(
 
 def _row(found: Found, name: str, candidate: Candidate) -> tuple[str, ...]:
     shape = candidate.configuration
+    sizes = {"P": shape.pipeline, "D": shape.data, "v": shape.virtual, "GPUs": shape.gpus}
     return (
         name,
-        str(shape.gpus),
+        " · ".join(str(sizes[part]) for part in _shape_heading(found).split(" · ")),
         f"{shape.microbatch_size} · {shape.num_microbatches}",
         candidate.schedule.value,
         format_seconds(candidate.iteration_s),
@@ -75,18 +83,20 @@ def _headline(found: Found) -> str:
     best, shape = found.best, found.best.configuration
     rate = found.asked.global_batch / best.iteration_s if best.iteration_s else 0.0
     depth = f", warm-up {' '.join(map(str, best.warmup))}" if best.warmup else ""
+    copies = f"{shape.data} replicas of " if shape.data > 1 else ""
+    each = f", {shape.virtual} a rank ({shape.placement.value})" if shape.virtual > 1 else ""
     return (
-        f"{_gpus(shape.gpus)}: {shape.pipeline} pipeline stages, {shape.num_microbatches} micro-batches of "
-        f"{shape.microbatch_size}, {best.schedule.value}{depth}: {format_seconds(best.iteration_s)} an iteration, "
-        f"{rate:.4g} samples/s"
+        f"{_counted(shape.gpus, 'GPU')}: {copies}{_counted(len(best.stages), 'stage')}{each}, "
+        f"{_counted(shape.num_microbatches, 'micro-batch', 'es')} of {shape.microbatch_size}, {best.schedule.value}"
+        f"{depth}: {format_seconds(best.iteration_s)} an iteration, {rate:.4g} samples/s"
     )
 
 
 def _proof(found: Found) -> str:
-    names = " or ".join(name.value for name in found.asked.schedules)
+    names = " or ".join(name.value for name in found.asked.schedules if name is not ScheduleName.SYNTHESISED)
     counted = f"{found.configurations} configurations: {found.solved} solved, {found.pruned} ruled out by their bound"
     if found.proven:
-        said = f"no cut is faster under {names} at any warm-up depth (proven)"
+        said = f"no cut is faster under {names or 'any named schedule'} at any warm-up depth (proven)"
     elif found.interrupted:
         said = "the search was ended early: something faster may be left"
     else:
@@ -132,8 +142,8 @@ def _against_baselines(found: Found) -> Iterator[str]:
             yield f"as fast as {baseline.name}"
 
 
-def _gpus(count: int) -> str:
-    return "1 GPU" if count == 1 else f"{count} GPUs"
+def _counted(count: int, word: str, plural: str = "s") -> str:
+    return f"{count} {word}{'' if count == 1 else plural}"
 
 
 def stages_table(candidate: Candidate) -> Table:

@@ -1,4 +1,5 @@
-"""What people do by hand, under the same time model: one GPU, an even split by layers, an even split by parameters."""
+"""What people do by hand, under the same time model: one GPU, an even split by layers or
+parameters, and plain data parallel where replicas are asked for."""
 
 from __future__ import annotations
 
@@ -23,15 +24,20 @@ def baselines(graph: LayerGraph, asked: Asked, sizes: Sequence[int]) -> tuple[Ba
     if most > 1:
         made.append(_best("even by layers", graph, asked, sizes, most, even_by_count))
         made.append(_best("even by parameters", graph, asked, sizes, most, even_by_parameters))
+    copies = max(asked.data)
+    if copies > 1:
+        made.append(_best("data parallel", graph, asked, sizes, 1, even_by_count, data=copies))
     return tuple(made)
 
 
-def _best(name: str, graph: LayerGraph, asked: Asked, sizes: Sequence[int], ranks: int, split: Split) -> Baseline:
+def _best(
+    name: str, graph: LayerGraph, asked: Asked, sizes: Sequence[int], ranks: int, split: Split, *, data: int = 1
+) -> Baseline:
     limit = memory_limit(asked.cluster)
     best: tuple[bool, float, Candidate] | None = None
     for size in sizes:
-        if asked.global_batch % size == 0:
-            candidate = by_hand(graph, asked, split(graph, ranks), size)
+        if asked.global_batch % (size * data) == 0:
+            candidate = by_hand(graph, asked, split(graph, ranks), size, data=data)
             fits = limit is None or candidate.peak_memory_bytes <= limit
             if best is None or (not fits, candidate.iteration_s) < best[:2]:
                 best = (not fits, candidate.iteration_s, candidate)
@@ -40,16 +46,16 @@ def _best(name: str, graph: LayerGraph, asked: Asked, sizes: Sequence[int], rank
     return Baseline(name=name, candidate=best[2], fits=not best[0])
 
 
-def by_hand(graph: LayerGraph, asked: Asked, cut: list[list[str]], microbatch_size: int) -> Candidate:
+def by_hand(graph: LayerGraph, asked: Asked, cut: list[list[str]], microbatch_size: int, *, data: int = 1) -> Candidate:
     """A given cut under plain 1F1B."""
     configuration = Configuration(
         pipeline=len(cut),
-        data=1,
+        data=data,
         tensor=1,
         virtual=1,
         placement=Placement.LOOP,
         microbatch_size=microbatch_size,
-        num_microbatches=asked.global_batch // microbatch_size,
+        num_microbatches=asked.global_batch // (microbatch_size * data),
     )
     ranks, count = configuration.pipeline, configuration.num_microbatches
     warmup = default_warmup(ScheduleName.ONE_F_ONE_B, num_ranks=ranks, virtual=1, num_microbatches=count)
