@@ -1,7 +1,7 @@
 """Model file -> captured graph -> layers -> stages that run: seeds, relayed gradients, split backward (torch)."""
 
 from planner.capture.batch import Batch, microbatch
-from planner.capture.capture import Capture, CapturedEdge, CapturedLayer, CapturedTensor, capture
+from planner.capture.capture import Capture, CapturedEdge, CapturedLayer, CapturedTensor, capture, capture_as
 from planner.capture.eager import EagerReference
 from planner.capture.model_file import ModelFile, load_model_file
 from planner.capture.program import Boundary, Leaf, StageProgram
@@ -24,6 +24,7 @@ __all__ = [
     "Stage",
     "StageProgram",
     "capture",
+    "capture_as",
     "load_model_file",
     "microbatch",
 ]

@@ -161,6 +161,23 @@ def capture(
     )
 
 
+_GRANULARITIES: tuple[Granularity, ...] = ("block", "module", "op")
+
+
+def capture_as(
+    model_file: ModelFile, *, fingerprint: str, microbatch_size: int, device: str = "cpu", seed: int = 0
+) -> Capture:
+    """Capture a model at the granularity that gives this fingerprint; at ``block`` where none does."""
+    captures = (
+        capture(model_file, microbatch_size=microbatch_size, device=device, granularity=granularity, seed=seed)
+        for granularity in _GRANULARITIES
+    )
+    first = next(captures)
+    if first.fingerprint == fingerprint:
+        return first
+    return next((captured for captured in captures if captured.fingerprint == fingerprint), first)
+
+
 # --- records ----------------------------------------------------------------------------------------------------------
 
 

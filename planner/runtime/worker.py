@@ -19,7 +19,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from planner.capture import Batch, Capture, ModelFile, capture, load_model_file
+from planner.capture import Batch, Capture, ModelFile, capture_as, load_model_file
 from planner.errors import InputError
 from planner.runtime.board import Board, State
 from planner.runtime.failure import Failure, place, raised
@@ -107,8 +107,12 @@ class _Worker:
         job = self.job
         self._check_same_everywhere()
         model_file = load_model_file(job.model_path)
-        captured = capture(
-            model_file, microbatch_size=job.plan.batch.microbatch, device=str(self.device), seed=job.seed
+        captured = capture_as(
+            model_file,
+            fingerprint=job.plan.model.fingerprint,
+            microbatch_size=job.plan.batch.microbatch,
+            device=str(self.device),
+            seed=job.seed,
         )
         if captured.fingerprint != job.plan.model.fingerprint:
             raise InputError(

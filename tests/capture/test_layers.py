@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import planner.examples
-from planner.capture import Capture, RandomKey, Stage, capture, load_model_file
+from planner.capture import Capture, RandomKey, Stage, capture, capture_as, load_model_file
 from planner.capture.batch import leaves
 from planner.errors import InputError
 
@@ -54,6 +54,16 @@ def test_granularity() -> None:
     assert {"units.2.conv.conv2d", "units.2.norm.batch_norm"} <= {layer.name for layer in made["op"]}
     with pytest.raises(InputError, match="granularity"):
         captured_at(MODELS / "skips.py", granularity="layer")
+
+
+@pytest.mark.parametrize("granularity", ["block", "module", "op"])
+def test_a_fingerprint_brings_its_granularity_back(granularity: str) -> None:
+    model_file = load_model_file(MODELS / "skips.py")
+    profiled = captured_at(model_file.path, granularity=granularity)
+    again = capture_as(model_file, fingerprint=profiled.fingerprint, microbatch_size=2, seed=3)
+    assert again.layers == profiled.layers
+    other = capture_as(model_file, fingerprint="another model's", microbatch_size=2)
+    assert other.fingerprint == captured_at(model_file.path).fingerprint
 
 
 def test_calls_of_one_module_are_layers_of_their_own() -> None:
