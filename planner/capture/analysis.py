@@ -153,15 +153,16 @@ def _crossing(
 def _inseparable(parts: list[Segment], lifted: Lifted, seen: Trace, flow: Dataflow) -> list[tuple[int, int]]:
     """Spans of layers that no cut may part.
 
-    Layers that touch a buffer which one of them changes; a value that is no tensor and its readers; and where a
-    storage is changed through one alias, the definition of an older alias and its later readers.
+    Layers that touch a buffer which one of them changes; a value that is no tensor, or a tensor whose shape hangs on
+    values, and its readers; and where a storage is changed through one alias, the definition of an older alias and its
+    later readers.
     """
     layer_of = {node: index for index, part in enumerate(parts) for node in part.nodes}
     spans: list[tuple[int, int]] = []
     users: dict[int, list[tuple[fx.Node, fx.Node]]] = defaultdict(list)  # storage -> (reader, alias that it reads)
     for node in layer_of:
         for used in node.all_input_nodes:
-            if used in layer_of and seen.facts[used].tensor is None:
+            if used in layer_of and (seen.facts[used].tensor is None or used in lifted.sized_by_values):
                 spans.append((layer_of[used], layer_of[node]))
             for storage in seen.facts[used].storages & flow.writers.keys():
                 users[storage].append((node, used))

@@ -53,6 +53,7 @@ class Lifted:
     roles: dict[fx.Node, tuple[Role, str]]
     scopes: dict[fx.Node, tuple[Scope, ...]]
     copies: set[fx.Node] = field(default_factory=set)  # inserted by us: they stay with what they copy
+    sized_by_values: set[fx.Node] = field(default_factory=set)  # tensors whose shapes are another at every batch
     constants: dict[str, Tensor] = field(default_factory=dict)
     modules: dict[str, nn.Module] = field(default_factory=dict)  # sub-graphs that higher-order ops are called with
 
@@ -293,6 +294,9 @@ class _Copy:
             target = function_of(self._calls[key], self._model)
         made = self.lifted.graph.create_node("call_function", _within(target, contexts), args, kwargs, name=node.name)
         self.lifted.scopes[made] = _scopes(node)
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and any(isinstance(extent, torch.SymInt) for extent in value.shape):
+            self.lifted.sized_by_values.add(made)
         return made
 
     def _with_modules(self, value: Any) -> Any:
