@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -37,9 +38,11 @@ def run(
     as_json: bool = typer.Option(False, "--json", help="Print the result as one JSON document."),
 ) -> None:
     """Train as a plan says, one process a GPU, and set what was measured beside what was predicted."""
-    from planner.errors import RunError
+    from planner.cli.simulate import warn_if_stale
+    from planner.errors import InputError, RunError
     from planner.files import plain
     from planner.plan import read_plan
+    from planner.plan.check import profile_of
     from planner.runtime.run import RunOptions, run_plan
 
     options = RunOptions(
@@ -51,7 +54,10 @@ def run(
         node_rank=node_rank,
         endpoint=rdzv_endpoint,
     )
-    with _Progress(steps, read_plan(plan).batch.global_batch, log) as progress:
+    said = read_plan(plan)
+    with suppress(InputError):  # a run needs no profile: one that is not there tells nothing
+        warn_if_stale(said, profile_of(said, plan), plan)
+    with _Progress(steps, said.batch.global_batch, log) as progress:
         outcome = run_plan(plan, options, progress)
     if outcome is None:
         err.print("done; node 0 tells the result")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
-from planner.cli.console import out, print_json
+from planner.cli.console import err, out, print_json
 from planner.errors import InputError
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ def simulate(
         runs = [_run(said, job, name) for name in _names(said, schedule)]
     except InputError as error:
         raise InputError(f"{plan}: {error.message}", hint=error.hint) from error
+    warn_if_stale(said, profile, plan)
     if json:
         documents = [_document(run) for run in runs]
         print_json(documents if len(runs) > 1 else {key: documents[0][key] for key in documents[0] if key != "name"})
@@ -54,6 +55,20 @@ def simulate(
         _tell_side_by_side(runs, job)
     else:
         _tell_one(runs[0], job)
+
+
+def warn_if_stale(said: Plan, profile: Profile, path: Path) -> None:
+    """Say on stderr that the figures of a plan's stages are those of an earlier cut or profile."""
+    from planner.plan.check import stale_stages
+
+    try:
+        stale = bool(stale_stages(said, profile))
+    except InputError as error:
+        err.print(f"remark: {error}", markup=False, soft_wrap=True)
+        return
+    if stale:
+        remark = f"remark: figures of {path} are stale; pipeplan check {path} --write writes them anew"
+        err.print(remark, markup=False, soft_wrap=True)
 
 
 class _Run(NamedTuple):

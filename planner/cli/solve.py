@@ -90,6 +90,10 @@ def solve(
         if as_json:
             print_json({"missing": [plain(entry) for entry in error.missing], "smallest_change": error.smallest_change})
         raise
+    if asked.cluster.links is None or asked.cluster.links.intra_node is None:
+        notes.append("remark: no links are known, so messages cost nothing here; --cluster names them")
+    if asked.cluster.memory_bytes is None:
+        notes.append("remark: no memory is known, so all fits here; --memory or --cluster names it")
     for note in notes:
         err.print(note, markup=False, soft_wrap=True)
     plan = plan_of(found, profile_path=path, plan_path=output)

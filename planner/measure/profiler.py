@@ -109,6 +109,15 @@ def measure_profile(
     return Measured(profile=profile, accuracy=_accuracy(captures, timed), left_out=tuple(left_out), neighbours=busy)
 
 
+def _model_raised(model_file: ModelFile, error: BaseException) -> Exception:
+    """A fault that only training shows, such as a tensor changed in place that its backward still needs."""
+    said = str(error).strip().splitlines()
+    return InputError(
+        f"{model_file.path}: training one micro-batch raised {type(error).__name__}: {said[0] if said else ''}",
+        hint="the model must train in plain PyTorch; --debug shows where it stopped",
+    )
+
+
 def _captures(
     model_file: ModelFile, sizes: Sequence[int], device: str, granularity: Granularity, progress: Progress
 ) -> tuple[list[Capture], list[tuple[HeldBytes, ...]], list[LeftOut]]:
@@ -128,7 +137,7 @@ def _captures(
             bytes_held = measure_held(captured)
         except (RuntimeError, MemoryError) as error:
             if not _is_out_of_memory(error):
-                raise
+                raise _model_raised(model_file, error) from error
             left_out.append(LeftOut(microbatch_size=size, reason=str(error).strip().splitlines()[0]))
         else:
             captures.append(captured)

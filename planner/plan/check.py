@@ -55,13 +55,16 @@ def profile_of(plan: Plan, path: Path) -> Profile:
     return profile
 
 
-def check_plan(plan: Plan, profile: Profile) -> PlanCheck:
-    """Check a plan against its profile, and derive all that follows from the two.
+def stale_stages(plan: Plan, profile: Profile) -> tuple[str, ...]:
+    """The figures of each stage that no longer follow from its layers and the profile.
 
-    Raises InputError where the cut, the sizes or the schedule break a rule before there are actions to look at.
+    Raises InputError where the cut or the sizes break a rule.
     """
-    cluster = resolve(plan.cluster, profile)
-    stages = derive_stages(
+    return tuple(_stale_stages(plan.stages, _derived(plan, profile, resolve(plan.cluster, profile))))
+
+
+def _derived(plan: Plan, profile: Profile, cluster: Cluster) -> tuple[Stage, ...]:
+    return derive_stages(
         LayerGraph.of(profile),
         [stage.layers for stage in plan.stages],
         ranks=[stage.rank for stage in plan.stages],
@@ -70,6 +73,15 @@ def check_plan(plan: Plan, profile: Profile) -> PlanCheck:
         tensor=plan.parallel.tensor,
         cluster=cluster,
     )
+
+
+def check_plan(plan: Plan, profile: Profile) -> PlanCheck:
+    """Check a plan against its profile, and derive all that follows from the two.
+
+    Raises InputError where the cut, the sizes or the schedule break a rule before there are actions to look at.
+    """
+    cluster = resolve(plan.cluster, profile)
+    stages = _derived(plan, profile, cluster)
     fresh = dataclasses.replace(plan, stages=stages)
     schedule = schedule_of(plan)
     found = check_schedule(schedule, num_microbatches=plan.batch.microbatches, wiring=Wiring.of(stages))

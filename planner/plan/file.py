@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 from planner.cluster import check_tensor, device_memory
 from planner.errors import InputError
@@ -17,6 +18,9 @@ from planner.schedules import Placement, ScheduleName, check_shape, parse_action
 
 Fault = tuple[str, str, str]
 """Place, fault and mend."""
+
+MOST_FORWARDS: Final = 20_000_000
+"""Stages times micro-batches of a plan; what has more would take hours and all memory to simulate or to run."""
 
 
 def read_plan(path: Path) -> Plan:
@@ -52,6 +56,14 @@ def _size_faults(plan: Plan) -> Iterator[Fault]:
             "parallel.gpus",
             f"is {sizes.gpus}, but pipeline {sizes.pipeline} · data {sizes.data} · tensor {sizes.tensor} is {gpus}",
             "gpus must be their product",
+        )
+    stages = sizes.pipeline * sizes.virtual
+    forwards = stages * batch.microbatches
+    if forwards > MOST_FORWARDS:
+        yield (
+            "batch.microbatches",
+            f"is {batch.microbatches}, which with {stages} stages makes {forwards} forwards a step",
+            f"at most {MOST_FORWARDS} are planned for: larger micro-batches, or a smaller global batch",
         )
     samples = batch.microbatch * batch.microbatches * sizes.data
     if samples != batch.global_batch:

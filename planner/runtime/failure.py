@@ -109,6 +109,13 @@ def died(exit_code: int, where: str) -> Failure:
     return Failure(message=f"{where}: the process was killed by signal {-exit_code} ({name})", hint=hint)
 
 
+def left(where: str) -> Failure:
+    """A process that ended as if all were done."""
+    return Failure(
+        message=f"{where}: the process ended with code 0 in mid-run", hint="does the model's code call exit?"
+    )
+
+
 def hung(where: str, *, timeout_s: float, stopped: bool, stack: str) -> Failure:
     """A process that shows no sign of progress."""
     why = " (the process is stopped)" if stopped else ""

@@ -28,12 +28,14 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from planner.errors import RunError
 from planner.runtime.board import Board, Slot, State
-from planner.runtime.failure import Failure, died, hung, place
+from planner.runtime.failure import Failure, died, hung, left, place
 from planner.runtime.job import RunJob
 from planner.runtime.server import start_method
 from planner.runtime.worker import FAILURE_KEY, STORE_PREFIX, main
 
 POLL_S = 0.1
+SILENT_S = 2.0
+"""A process that has been gone so long, and of which the launcher reports no failure, ended with code 0."""
 TELL_S = 5.0
 START_FACTOR = 10
 """Starting may take this many time-outs: capturing a large model shows no progress for long."""
@@ -175,6 +177,7 @@ class _Watch:
         self._first = nodes.rank * self._num_local
         self._signs = [0] * self._num_local
         self._moved = [time.monotonic()] * self._num_local
+        self._there = [time.monotonic()] * self._num_local
         self._elsewhere: dict[int, bytes] = {}
         self._elsewhere_moved = time.monotonic()
         self._steps_seen = 0
@@ -256,6 +259,10 @@ class _Watch:
         for process, slot in enumerate(slots):
             if slot.signs != self._signs[process]:
                 self._signs[process], self._moved[process] = slot.signs, now
+            if not slot.pid or slot.state is State.ENDING or not _has_ended(slot.pid):
+                self._there[process] = now
+            elif now - self._there[process] > SILENT_S:  # else the launcher has seen its exit code, and says so
+                self._tell(left(self._place(process)))
         if self._nodes.count > 1:
             self._exchange_progress(now)
         limit = self._timeout_s(self._longest_s)
@@ -306,11 +313,19 @@ class _Watch:
 
 
 def _is_stopped(pid: int) -> bool:
+    return _process_state(pid) in ("T", "t")
+
+
+def _has_ended(pid: int) -> bool:
+    return Path("/proc/self/stat").exists() and _process_state(pid) in ("", "Z", "X")
+
+
+def _process_state(pid: int) -> str:
+    """The letter that Linux has for it; empty where there is no such process."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
-    return text.rpartition(")")[2].split()[0] in ("T", "t")
+        return ""
 
 
 def _is_child(pid: int) -> bool:

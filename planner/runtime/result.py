@@ -138,11 +138,11 @@ def _advice(plan: Plan, result: RunResult, measured: Measured, *, crowded: bool)
         word = "longer" if most > 0 else "shorter"
         return (
             f"rank {rank} computes {abs(most):.0%} {word} than predicted: profile on this machine as it is now "
-            "(pipeplan profile --fresh) and solve again"
+            f"(pipeplan profile {plan.model.name}.py --fresh) and solve again"
         )
     if over > 0:
         return (
             f"computing takes as long as predicted, but the iteration {over:.0%} longer: links or the optimizer are "
-            "slower than in the plan; measure them again (pipeplan profile --fresh), or name them in a cluster file"
+            "slower than in the plan; measure them again (pipeplan profile), or name them in a cluster file"
         )
     return f"the iteration is {-over:.0%} shorter than predicted: profile again for a tighter plan"

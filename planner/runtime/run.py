@@ -44,6 +44,11 @@ def run_plan(path: Path, options: RunOptions, listener: Listener) -> Outcome | N
     plan = read_plan(path)
     schedule = schedule_of(plan)
     _check(plan, path, options)
+    if plan.profile.provenance == "imported":
+        raise InputError(
+            f"{path}: was made from an imported profile ({plan.model.name}), which has no model to train",
+            hint="simulate, check and export work on it; to train, profile a model file",
+        )
     model_path = Path(os.path.realpath(path.parent / plan.model.source))
     if not model_path.is_file():
         raise InputError(f"{path}: model.source: there is no file {model_path}", hint="correct it in the plan")

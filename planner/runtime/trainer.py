@@ -92,7 +92,8 @@ class Trainer:
         self.parameters = _on_device(module.named_parameters(), [programs[k].parameters for k in numbers], device)
         self.buffers = _on_device(module.named_buffers(), [programs[k].buffers for k in numbers], device)
         self._stages = {k: Stage(programs[k], module, recompute=recompute[k]) for k in numbers}
-        self._optimizer = model_file.optimizer(self.parameters.values()) if self.parameters else None
+        trained = any(parameter.requires_grad for parameter in self.parameters.values())
+        self._optimizer = model_file.optimizer(self.parameters.values()) if trained else None
         self._stopwatch: Stopwatch = CudaStopwatch() if device.type == "cuda" else HostStopwatch()
         self._executor = Executor(
             program,

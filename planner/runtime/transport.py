@@ -9,6 +9,7 @@ storage any more.
 from __future__ import annotations
 
 import queue
+import re
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,7 +41,8 @@ class LostContactError(Exception):
     """The connection to another rank broke: mostly because that rank failed, which it says itself."""
 
     def __init__(self, whom: str, cause: object) -> None:
-        super().__init__(f"lost contact with {whom}: {str(cause).splitlines()[0]}")
+        said = re.sub(r"^\[[^\]]*\]\s*", "", str(cause).splitlines()[0]).split(". ")[0]
+        super().__init__(f"lost contact with {whom}: {said}")
 
 
 @contextmanager

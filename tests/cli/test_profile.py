@@ -129,6 +129,26 @@ def test_bad_words_give_one_line(
     assert said in lines[0]
 
 
+def test_a_backward_that_raises_is_the_models_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A tensor changed in place that its backward still needs: plain PyTorch raises too, and only in the backward."""
+    monkeypatch.chdir(tmp_path)
+    Path("net.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "class Net(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.a = nn.Linear(4, 4)\n"
+        "    def forward(self, x):\n        y = torch.tanh(self.a(x))\n        y.mul_(2)\n        return y\n"
+        "def model():\n    return Net()\n"
+        "def batch(size):\n    return torch.randn(size, 4), torch.zeros(size, 4)\n"
+        "def loss(output, target):\n    return (output - target).square().mean()\n"
+    )
+    assert _run("net.py", "--microbatch", "1", "-o", "net.json") == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert "net.py: training one micro-batch raised RuntimeError: one of the variables" in lines[0]
+
+
 def test_a_missing_model_file_gives_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _run(str(tmp_path / "none.py"), "-o", str(tmp_path / "p.json")) == 2
     assert "none.py" in capsys.readouterr().err

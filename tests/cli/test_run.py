@@ -138,3 +138,12 @@ def refused(done: subprocess.CompletedProcess[str], said: str) -> None:
     assert all("cores" in line for line in before), "one line beside the warning"
     assert last.startswith("pipeplan: ")
     assert said in last
+
+
+def test_an_imported_profile_has_no_model_to_train(plan: Plan, tmp_path: Path) -> None:
+    imported = dataclasses.replace(plan, profile=dataclasses.replace(plan.profile, provenance="imported"))
+    write_plan(imported, tmp_path / "plan.yaml")
+    done = pipeplan("plan.yaml", folder=tmp_path)
+    assert done.returncode == 2
+    assert "has no model to train" in done.stderr
+    assert len(done.stderr.splitlines()) == 1

@@ -89,6 +89,18 @@ def test_stages_count_as_they_stand(path: Path) -> None:
     assert after["iteration_s"] > before["iteration_s"] + 7
 
 
+def test_figures_of_an_earlier_cut_are_remarked(path: Path) -> None:
+    assert "stale" not in pipeplan("simulate", str(path)).err
+
+    def move(data: Any) -> None:
+        data["stages"][1]["layers"].insert(0, data["stages"][0]["layers"].pop())
+
+    _edit(path, move)
+    answer = pipeplan("simulate", str(path))
+    assert answer.code == 0
+    assert f"remark: figures of {path} are stale; pipeplan check {path} --write" in answer.err
+
+
 def test_a_plan_that_does_not_fit_is_simulated_and_said(path: Path) -> None:
     _edit(path, lambda data: data["cluster"].update(memory_bytes=10_000))
     assert "DOES NOT FIT" in pipeplan("simulate", path).out

@@ -78,6 +78,7 @@ SYNTHESISED = {"schedule": {"name": "synthesised", "placement": "loop"}, "action
     [
         ({"parallel.gpus": 3}, "parallel.gpus: is 3, but pipeline 2"),
         ({"batch.global": 9}, "batch.global: is 9, but microbatch 2"),
+        ({"batch.microbatches": 10**12}, "batch.microbatches: is 1000000000000, which with 2 stages makes"),
         ({"parallel.virtual": 2}, "stages: are 2, but pipeline 2"),
         ({"stages.1.stage": 0}, "stages[1].stage: is 0"),
         ({"stages.1.rank": 2}, "stages[1].rank: there is no rank 2"),

@@ -132,3 +132,38 @@ def test_the_examples_train_equal_under_every_plan(model: str, tmp_path: Path) -
     for name, shape in EXAMPLE_PLANS.items():
         result = run(plan_of(path, microbatches=M, **shape), tmp_path).result
         assert (name, result.losses, result.weights_sha256) == (name, whole.losses, whole.weights_sha256)
+
+
+LORA = """
+import torch
+from torch import nn
+
+class Adapted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(8, 8).requires_grad_(False)
+        self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+    def forward(self, x):
+        return x + self.base(x) + self.up(self.down(x))
+
+def model():
+    return nn.Sequential(Adapted(), Adapted(), *(nn.Linear(8, n).requires_grad_(False) for n in (8, 1)))
+def batch(size):
+    return torch.randn(size, 8), torch.zeros(size, 1)
+def loss(output, target):
+    return (output - target).square().mean()
+def optimizer(params):
+    return torch.optim.AdamW([p for p in params if p.requires_grad], lr=1e-2)
+"""
+
+
+def test_a_rank_with_nothing_to_train_has_no_optimizer(tmp_path: Path) -> None:
+    """Adapters beside frozen weights: the last stages train nothing, and optimizer() would get an empty list there."""
+    model = tmp_path / "lora.py"
+    model.write_text(LORA)
+    first, second = (
+        run(plan_of(model, num_ranks=ranks, microbatches=M), tmp_path / str(ranks)).result for ranks in (1, 3)
+    )
+    assert first.weights_sha256 == second.weights_sha256
+    assert first.losses == second.losses
+    assert first.losses[0] != first.losses[-1]

@@ -93,6 +93,7 @@ SILENCE = "no sign of progress for 3 s"
         ("raise", "ValueError: the weather is bad"),
         ("die", r"the process was killed by signal 9 \(SIGKILL\)"),
         pytest.param("leave", "the process ended with code 7", marks=pytest.mark.slow),
+        ("finish", "the process ended with code 0 in mid-run"),
         ("hang", SILENCE),
         ("stop", rf"{SILENCE} \(the process is stopped\)"),
     ],
