@@ -12,6 +12,7 @@ from planner.errors import InputError
 
 if TYPE_CHECKING:
     from planner.plan import Plan
+    from planner.profile import Profile
     from planner.plan.plan import Predicted
     from planner.report.bubble import Bubble
     from planner.schedules import Schedule, ScheduleName
