@@ -132,18 +132,22 @@ class Bounds:
         choices = sum(last - first for first, last in windows or ())
         if choices > MOST_CHOICES or len(self.graph) * stages > 4 * MOST_CHOICES:
             return 0.0
-        nodes = PROOF_NODES if configuration.virtual == 1 else 0
-        if nodes == 0:
-            return 0.0
+        if configuration.virtual > 1:
+            return 0.0  # its LP is near, and the ILP takes long
         solved = self.solved(configuration, fused=fused, below_s=below, windows=windows)
         return min(solved.bound, below)
+
+    def _confirmed(self, configuration: Configuration, bound: float, best_s: float) -> float:
+        """The bound, raised by the ILP's where there is no recursion; with one the ILP can only confirm it."""
+        solved = self.proven(configuration, fused=False, best_s=best_s)
+        return bound if self.suffix(configuration, fused=False) is not None else max(bound, solved)
 
     def least(
         self, configurations: Sequence[Configuration], best_s: float, ended: Callable[[], bool] = lambda: False
     ) -> float:
         """The least bound over all configurations, valid for every order of actions.
 
-        The one that is least under the recursion is proven by the ILP too; the better of the two counts.
+        The one that is least under the recursion is put to the ILP too.
         """
         heap = [(self.known(c, fused=False), 0, index) for index, c in enumerate(configurations)]
         heapq.heapify(heap)
@@ -155,6 +159,6 @@ class Bounds:
             if level == 0:
                 better = self.refine(configuration, fused=False, best_s=best_s)
             else:
-                better = max(bound, self.proven(configuration, fused=False, best_s=best_s))
+                better = self._confirmed(configuration, bound, best_s)
             heapq.heappush(heap, (better, level + 1, index))
         return math.inf

@@ -47,6 +47,8 @@ SCHEDULES: Final = (ScheduleName.GPIPE, ScheduleName.ONE_F_ONE_B)
 """The schedules that are searched where none are named."""
 MOST_CUTS: Final = 300
 """Cuts timed in one configuration."""
+FIRST_CUTS: Final = 40
+"""Cuts timed in one configuration before it is counted how many are left below the best."""
 MOST_NODES: Final = 20_000
 """Begun cuts looked at in one configuration."""
 MOST_TIES: Final = 24
@@ -58,7 +60,7 @@ POLISH_SIMULATIONS: Final = 400
 POLISH_SWAPS: Final = 40
 """Swaps on the critical path of the best synthesised order."""
 TIMING_ACTIONS: Final = 8_000_000
-"""Simulated actions that timing cuts may take in all; after that a configuration's first cut is all that is timed."""
+"""Simulated actions that timing cuts may take; then only a configuration's first cut is timed, until as many again."""
 PROOF_ACTIONS: Final = 4_000_000
 """Simulated actions that the proofs over warm-up depths may take in all."""
 ILP_ROUNDS: Final = 20
@@ -79,6 +81,8 @@ class Progress:
     best_s: float
     bound_s: float
 
+
+_NO_CUT: Final = BoundedCut(bound_s=math.inf, ideals=(), recompute=())
 
 Watch = Callable[[Progress], None]
 Cut = list[list[str]]
@@ -196,6 +200,9 @@ class _Search:
         while waiting:
             self._tell(waiting[0][0], waiting, items)
             bound, level, index = heapq.heappop(waiting)
+            if state.best is not None and state.timing_left < -TIMING_ACTIONS and bound < state.best_s * (1 - _EQUAL):
+                state.complete = False
+                return
             if not math.isfinite(bound) or bound > state.best_s * (1 + _EQUAL):
                 left = {items[other].configuration for _, _, other in waiting} | {items[index].configuration}
                 state.pruned += len(left - state.solved)
@@ -252,11 +259,14 @@ class _Search:
                 return
 
     def _time_cuts(self, item: _Item, suffix: SuffixBound, below_s: float) -> bool:
-        """Time all cuts with a bound below that and below the best; True where a limit ended it."""
-        state, ties_seen = self.state, 0
-        for count, cut in enumerate(suffix.cuts(below_s * (1 + 2 * _EQUAL), MOST_NODES)):
-            spent = count > 0 and state.timing_left <= 0
-            if cut is None or count >= MOST_CUTS or spent:
+        """Time all cuts with a bound below that and below the best; True where a limit ended it.
+
+        Where the first ones leave more than could all be timed, the rest is left: no proof would come of it.
+        """
+        state, ties_seen, count = self.state, 0, 0
+        cuts = suffix.cuts(below_s * (1 + 2 * _EQUAL), MOST_NODES)
+        while (cut := next(cuts, _NO_CUT)) is not _NO_CUT:
+            if cut is None or (count > 0 and state.timing_left <= 0):
                 bound = cut.bound_s if cut is not None else suffix.bound_s
                 state.complete &= bound >= state.best_s * (1 - _EQUAL)
                 return True
@@ -264,6 +274,14 @@ class _Search:
             if cut.bound_s > state.best_s * (1 + _EQUAL) or ties_seen > MOST_TIES:
                 return False
             self._time_cut(item, self._names(cut, suffix.figures.lattice), cut.recompute, cut.bound_s)
+            count += 1
+            if count == FIRST_CUTS:
+                faster = itertools.takewhile(lambda cut: cut is None or cut.bound_s < state.best_s, cuts)
+                ahead = list(itertools.islice(faster, MOST_CUTS))
+                if len(ahead) == MOST_CUTS or None in ahead:
+                    state.complete = False
+                    return True
+                cuts = iter(ahead)
         return False
 
     def _solve_by_orders(self, item: _Item) -> None:

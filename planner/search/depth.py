@@ -99,15 +99,19 @@ class Depths1F1B:
 
     # --- start and climb ----------------------------------------------------------------------------------------------
 
-    def starts(self) -> list[Depths]:
-        """Where climbs begin: the default, each rank's round trip over its pace with some slack, and all at once."""
+    def starts(self, *, few: bool = False) -> list[Depths]:
+        """Where climbs begin: the default, each rank's round trip over its pace with some slack, and all at once.
+
+        ``few``: the default and the round trips alone.
+        """
         count, ranks = self.job.num_microbatches, len(self.most)
         trips, pace = self._round_trips()
-        made = [tuple(ranks - rank for rank in range(ranks)), *self._greedy()]
+        made = [tuple(ranks - rank for rank in range(ranks)), *(() if few else self._greedy())]
         if pace > 0:
-            made += [tuple(math.ceil(trip / pace - _EQUAL) + slack for trip in trips) for slack in (0, 1, 2)]
-        made.append((count,) * ranks)
-        made.append((1,) * ranks)
+            slacks = (1,) if few else (0, 1, 2)
+            made += [tuple(math.ceil(trip / pace - _EQUAL) + slack for trip in trips) for slack in slacks]
+        if not few:
+            made += [(count,) * ranks, (1,) * ranks]
         capped = (tuple(max(1, min(d, count, m)) for d, m in zip(depths, self.most, strict=True)) for depths in made)
         return list(dict.fromkeys(capped))
 
@@ -120,7 +124,7 @@ class Depths1F1B:
         if self.job.num_microbatches * len(self.most) > _GREEDY_MOST:
             return
         for alternate in (False, True):
-            self.spent += 16 * self.job.num_microbatches * len(self.most)
+            self.spent += 20 * self.job.num_microbatches * len(self.most)
             rule = Rule(split=False, turn=Turn.DEEPEST, alternate=alternate, patience=0.0, budget_bytes=budgets)
             order = greedy(self.walk, rule)
             if order is not None:
@@ -160,7 +164,7 @@ class Depths1F1B:
 
     def _climbed(self, target_s: float, until: int) -> Depths | None:
         best: Depths | None = None
-        for start in sorted(self.starts(), key=lambda depths: (self.seconds(depths), depths)):
+        for start in sorted(self.starts(few=until <= self.spent), key=lambda depths: (self.seconds(depths), depths)):
             found = self._downhill(start, target_s, until)
             if self._allowed(found) and (best is None or _less(self.seconds(found), self.seconds(best))):
                 best = found

@@ -205,14 +205,17 @@ class CutModel:
 
     # --- solving ------------------------------------------------------------------------------------------------------
 
-    def solve(self, *, below: float = math.inf, most_nodes: int | None = None, gap: float = 0.0) -> Solved:
+    def solve(
+        self, *, below: float = math.inf, most_nodes: int | None = None, gap: float = 0.0, presolve: bool = True
+    ) -> Solved:
         """The least T: its proven bound, and the best cut found with T at most ``below``.
 
-        ``most_nodes`` limits the branch and bound tree (a count, so that one input gives one answer).
+        ``most_nodes`` limits the branch and bound tree (a count, so that one input gives one answer). Without
+        ``presolve``: HiGHS 1.13 presolves some models with rows that a binary switches off to wrong optima.
         """
         if math.isfinite(below):
             self.at_most(self.total, Linear(constant=below))
-        solver = _solver(most_nodes, gap, relaxed=self._relaxed or not self._choices)
+        solver = _solver(most_nodes, gap, relaxed=self._relaxed or not self._choices, presolve=presolve)
         try:
             self._problem.solve(solver)
         except pulp.PulpSolverError:
@@ -273,7 +276,7 @@ class CutModel:
         return float(expression.constant + sum(c * variable.varValue for variable, c in expression.terms.items()))
 
 
-def _solver(most_nodes: int | None, gap: float, *, relaxed: bool) -> Any:
+def _solver(most_nodes: int | None, gap: float, *, relaxed: bool, presolve: bool) -> Any:
     """HiGHS on one thread; CBC where there is none."""
     limits = {} if most_nodes is None else {"mip_max_nodes": most_nodes}
     solver = pulp.HiGHS(
@@ -284,6 +287,7 @@ def _solver(most_nodes: int | None, gap: float, *, relaxed: bool) -> Any:
         gapAbs=0.0,
         primal_feasibility_tolerance=1e-9,
         mip_feasibility_tolerance=1e-9,
+        presolve="on" if presolve else "off",
         **limits,
     )
     if solver.available():

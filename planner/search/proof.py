@@ -48,7 +48,8 @@ def prove(
     rows = _Rows(layers, shape, virtual, placement, scale or 1.0, windows, relaxed)
     for stage_of in without:
         rows.model.exclude(stage_of)
-    solved = rows.model.solve(below=below_s / rows.scale, most_nodes=most_nodes, gap=1e-7)
+    plain = layers.graph.is_chain or relaxed
+    solved = rows.model.solve(below=below_s / rows.scale, most_nodes=most_nodes, gap=1e-7, presolve=plain)
     return Solved(
         bound=solved.bound * rows.scale,
         value=solved.value * rows.scale,
@@ -85,6 +86,7 @@ class _Rows:
         self.forward: Final = [float(value) / scale for value in forward]
         self.backward: Final = [float(value) / scale for value in backward]
         self.most: Final = sum(self.forward) + sum(self.backward)
+        self.most_post = 0.0
         self.model: Final = CutModel(
             len(self.graph), self.graph.edges, self.num_stages, windows=windows, relaxed=relaxed
         )
@@ -94,8 +96,10 @@ class _Rows:
         self.handed: Final = self.B if shape.fused else self._loads([float(i) / scale for i in layers.input_s + again])
         self._messages()
         self._prefixes()
-        for rank in range(shape.num_ranks):
-            self._rank_rows(rank)
+        posts = [self._post(rank, self._stages_of(rank)) for rank in range(shape.num_ranks)]
+        self.post_first = posts[0] if all(layers.comes_back[1:-1]) else Linear()
+        for rank, post in enumerate(posts):
+            self._rank_rows(self._stages_of(rank), post)
         self._memory()
 
     def _loads(self, weights: Sequence[float]) -> list[Linear]:
@@ -180,34 +184,33 @@ class _Rows:
         self.model.at_most(flag, held)
         return flag
 
-    def _rank_rows(self, rank: int) -> None:
-        stages = [k for k, home in enumerate(self.ranks) if home == rank]
+    def _stages_of(self, rank: int) -> list[int]:
+        return [k for k, home in enumerate(self.ranks) if home == rank]
+
+    def _rank_rows(self, stages: Sequence[int], post: Linear) -> None:
         count = self.shape.num_microbatches
         load = Linear()
         for k in stages:
             load.add(self.F[k]).add(self.B[k])
-        post = self._post(rank, stages)
-        if rank == 0:
-            self.post_first = post if all(self.layers.comes_back[1:-1]) else Linear()
         self.model.row(load * count + post)
         # the order of a rank's stages is sure backwards too only where gradients come back all the way between them
         parted = Linear()
         for k in range(stages[0], stages[-1]):
-            parted.add(self.broken[k], self.most * count)
+            parted.add(self.broken[k], self.most)
         for a, first in enumerate(stages):
             without = Linear()
             for k in stages[:a]:
                 without.add(self.F[k])
             row = self._reached(self.PF, first) + (load - without) * count
             if not self.merged or first == 0:  # merged, PF holds the way back too, which ends on rank 0
-                self._guarded(row + post - (parted if a else Linear()), first)
+                self._guarded(row + post - parted, *stages) if a else self._guarded(row + post, first)
             if self.shape.fused:
                 dropped = Linear()
                 for lowest in stages:
                     if lowest > 0:
                         ended = row - dropped * count + self.PB[lowest - 1] - parted
-                        self._guarded(ended + self.post_first, 0, first, lowest)
-                        self._guarded(ended, first, lowest)
+                        self._guarded(ended + self.post_first, 0, *stages)
+                        self._guarded(ended, *stages)
                     dropped.add(self.B[lowest])
             elif len(stages) == 1 and first > 0:
                 ended = self.PF[first - 1] + (self.F[first] + self.handed[first]) * count + self.PB[first - 1]
@@ -218,7 +221,7 @@ class _Rows:
         """A row that holds only where these stages hold layers of the spine."""
         slack = Linear()
         for k in set(stages):
-            slack.add(Linear(constant=1.0) - self.holds[k], self.most)
+            slack.add(Linear(constant=1.0) - self.holds[k], self.most + self.most_post)
         self.model.row(row - slack)
 
     @staticmethod
@@ -243,6 +246,7 @@ class _Rows:
         made = Linear()
         for k in stages:
             made.add(self.model.load(sizes, k))
+        self.most_post = max(self.most_post, sum(sizes))
         return self.model.stored(made)
 
     def _memory(self) -> None:
@@ -265,7 +269,7 @@ class _Rows:
             cost.saved_bytes / size if cost.forward_s + cost.backward_input_s > 0 else 0.0 for cost in self.layers.costs
         ]
         for rank in range(self.shape.num_ranks):
-            stages = [k for k, home in enumerate(self.ranks) if home == rank]
+            stages = self._stages_of(rank)
             held_here = Linear()
             for k in stages:
                 held_here.add(self.model.load(fixed, k))
