@@ -12,8 +12,8 @@ from planner.errors import InputError
 
 if TYPE_CHECKING:
     from planner.plan import Plan
-    from planner.profile import Profile
     from planner.plan.plan import Predicted
+    from planner.profile import Profile
     from planner.report.bubble import Bubble
     from planner.schedules import Schedule, ScheduleName
     from planner.simulate import Job, Timeline
