@@ -161,6 +161,7 @@ class _Search:
         if state.best is None:
             raise no_plan_fits(self.graph, self.asked)
         least = self.bounds.least(self.configurations, state.best_s, lambda: state.interrupted)
+        state.complete |= state.best_s <= least * (1 + _EQUAL)
         return Found(
             asked=self.asked,
             graph=self.graph,

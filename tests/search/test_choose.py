@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
@@ -150,3 +151,20 @@ def test_no_named_schedule_beats_the_plan(seed: int) -> None:
                     placement=configuration.placement,
                 )
                 assert fitting_s(walk, schedule, below) == math.inf
+
+
+@pytest.mark.parametrize("seed", range(300, 312))
+def test_where_ideals_are_too_many_the_ilp_takes_over(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cuts along orders, then the ILP's: what it calls proven is what looking at every ideal finds."""
+    profile, asked = random_question(seed, 6)
+    asked = dataclasses.replace(asked, recompute="none")
+    try:
+        whole = solve(profile, asked)
+    except NothingFitsError:
+        return
+    monkeypatch.setattr("planner.search.bounds.lattice_of", lambda graph: None)
+    found = solve(profile, asked)
+    assert found.bound_s <= whole.best.iteration_s * (1 + 1e-6)
+    assert found.best.iteration_s >= whole.best.iteration_s * (1 - 1e-9)
+    if found.proven:
+        assert found.best.iteration_s == pytest.approx(whole.best.iteration_s, rel=1e-5)
