@@ -9,7 +9,7 @@ import pytest
 from support.runs import run, timed_plan
 from support.sleep import write_sleep_model
 
-TRIES = 4
+TRIES = 8
 WITHIN = 0.03
 
 
