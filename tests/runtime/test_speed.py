@@ -9,7 +9,7 @@ import pytest
 from support.runs import run, timed_plan
 from support.sleep import write_sleep_model
 
-TRIES = 8
+TRIES = 4
 WITHIN = 0.03
 
 
