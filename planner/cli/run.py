@@ -42,7 +42,7 @@ def run(
     from planner.errors import InputError, RunError
     from planner.files import plain
     from planner.plan import read_plan
-    from planner.plan.check import profile_of
+    from planner.plan.check import check_plan, profile_of
     from planner.runtime.run import RunOptions, run_plan
 
     options = RunOptions(
@@ -56,7 +56,10 @@ def run(
     )
     said = read_plan(plan)
     with suppress(InputError):  # a run needs no profile: one that is not there tells nothing
-        warn_if_stale(said, profile_of(said, plan), plan)
+        profile = profile_of(said, plan)
+        warn_if_stale(said, profile, plan)
+        for overflow in check_plan(said, profile).overflows:
+            err.print(f"remark: does not fit: {overflow}", markup=False, soft_wrap=True)
     with _Progress(steps, said.batch.global_batch, log) as progress:
         outcome = run_plan(plan, options, progress)
     if outcome is None:

@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.plans import chain_profile, fresh_plan, save
 from support.runs import EVERYTHING, plan_of
 
 from planner.capture import load_model_file
+from planner.cluster import Cluster
 from planner.plan import Plan, write_plan
 
 PATIENCE_S = 180
@@ -147,3 +149,16 @@ def test_an_imported_profile_has_no_model_to_train(plan: Plan, tmp_path: Path) -
     assert done.returncode == 2
     assert "has no model to train" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_what_does_not_fit_is_remarked_before_it_starts(tmp_path: Path) -> None:
+    """The profile says so, where it is there; the model file is not, so that the run ends at once."""
+    profile = chain_profile(4)
+    tight = dataclasses.replace(
+        fresh_plan(profile, [["block.0", "block.1"], ["block.2", "block.3"]], ranks=2, microbatches=4),
+        cluster=Cluster(memory_bytes=1000),
+    )
+    path = save(tight, profile, tmp_path)
+    done = pipeplan(path.name, folder=tmp_path)
+    assert done.returncode == 2
+    assert "remark: does not fit: rank 0 needs" in done.stderr
