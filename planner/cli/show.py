@@ -1,0 +1,114 @@
+"""``pipeplan show``: a plan or a profile to look at: in the terminal, as a page, as a trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from planner.cli.console import err, out, print_json
+from planner.errors import InputError
+
+if TYPE_CHECKING:
+    from planner.profile import Profile
+    from planner.report.overview import Overview
+
+_WIDEST = 120
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("show")(show)
+
+
+def show(
+    path: Path = typer.Argument(metavar="PLAN|PROFILE", help="A plan or a profile.", show_default=False),
+    microbatch: int | None = typer.Option(
+        None, min=1, help="Micro-batch size to show a profile at (default: the smallest).", show_default=False
+    ),
+    everything: bool = typer.Option(False, "--all", help="Every stage, rank or layer, however many."),
+    json: bool = typer.Option(False, "--json", help="Print all figures as one JSON document."),
+) -> None:
+    """Show a plan (its stages, its schedule, its memory, what it loses and where) or a profile (its layers)."""
+    if _is_profile(path):
+        _show_profile(path, microbatch, everything=everything, json=json)
+        return
+    if microbatch is not None:
+        raise InputError(f"{path}: is a plan, which has its micro-batch size", hint="--microbatch is for profiles")
+    shown = _overview(path)
+    if json:
+        from planner.report.document import plan_document
+
+        print_json(plan_document(shown))
+        return
+    from planner.report.summary import plan_summary
+
+    _print(plan_summary(shown, width=_width(), everything=everything))
+
+
+def _is_profile(path: Path) -> bool:
+    """Whether a file is a profile, as its ``format`` says. Raises InputError where it is neither that nor a plan."""
+    from planner.files import read_text
+
+    start = read_text(path)[:4096]
+    for kind in ("profile", "plan"):
+        if f"pipeplan-{kind}/" in start:
+            return kind == "profile"
+    raise InputError(f"{path}: is neither a plan nor a profile", hint="it must begin with its format: pipeplan-plan/1")
+
+
+def _overview(path: Path) -> Overview:
+    from planner.cli.simulate import warn_if_stale
+    from planner.plan import read_plan
+    from planner.plan.check import profile_of
+    from planner.report.overview import overview_of
+
+    plan = read_plan(path)
+    profile = profile_of(plan, path)
+    try:
+        shown = overview_of(plan, profile)
+    except InputError as error:
+        raise InputError(f"{path}: {error.message}", hint=error.hint) from error
+    warn_if_stale(plan, profile, path)
+    return shown
+
+
+def _show_profile(path: Path, microbatch: int | None, *, everything: bool, json: bool) -> None:
+    from planner.graph import LayerGraph
+    from planner.profile import read_profile
+    from planner.report.document import profile_document
+    from planner.report.layers import layer_rows
+    from planner.report.summary import profile_summary
+
+    profile = read_profile(path)
+    size = _microbatch_size(path, profile, microbatch)
+    rows = layer_rows(LayerGraph.of(profile), microbatch_size=size)
+    if json:
+        print_json(profile_document(profile, rows, microbatch_size=size))
+    else:
+        _print(profile_summary(profile, rows, microbatch_size=size, width=_width(), everything=everything))
+
+
+def _microbatch_size(path: Path, profile: Profile, asked: int | None) -> int:
+    """The size asked for, or the smallest that every layer has. Raises InputError where there is none."""
+    from planner.graph import LayerGraph
+
+    sizes = sorted({size for size, tensor in LayerGraph.of(profile).rows() if tensor == 1})
+    known = ", ".join(map(str, sizes)) or "none"
+    if asked is not None and asked not in sizes:
+        raise InputError(f"{path}: has no costs of all layers at micro-batch size {asked}", hint=f"there are {known}")
+    if not sizes:
+        raise InputError(f"{path}: its layers have no micro-batch size in common", hint="profile the model again")
+    return asked or sizes[0]
+
+
+def _width() -> int:
+    return min(out.width, _WIDEST)
+
+
+def _print(lines: Any) -> None:
+    for line in lines:
+        out.print(line, width=_width())
+    if err.is_terminal and out.is_terminal:
+        err.print("--html FILE makes a page of it, --trace FILE a trace for ui.perfetto.dev", style="dim")

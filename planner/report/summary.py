@@ -1,0 +1,286 @@
+"""A plan or a profile on one screen of a terminal: 80 x 24, whatever its size, unless all of it is asked for.
+
+What has more rows than there is room for is put together: stages and layers in runs, ranks picked evenly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from io import StringIO
+from typing import Final
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from planner.graph import LayerGraph, Stage
+from planner.profile import Profile
+from planner.report.layers import LayerRow, distinct_parameters
+from planner.report.overview import Overview
+from planner.report.timeline import legend, timeline_text
+from planner.units import format_bytes, format_seconds
+
+_SCREEN: Final = 23
+"""Lines of a terminal, less the prompt."""
+_MOST_RANKS: Final = 8
+_CONSOLE: Final = Console(file=StringIO())
+
+
+def plan_summary(shown: Overview, *, width: int, everything: bool = False) -> Iterator[RenderableType]:
+    """What a plan is, how good, its stages, its timeline."""
+    stages, ranks = shown.plan.stages, shown.job.num_ranks
+    head = [Text(line) for line in plan_lines(shown)]
+    room = max(8, _SCREEN - _height(head, width) - 7)  # two gaps, headings, note, axis, legend of two lines
+    if everything:
+        room = ranks + len(stages)
+    picked = _picked(ranks, ranks if everything else max(_MOST_RANKS, room - len(stages)) if room > 12 else room // 2)
+    yield from head
+    yield ""
+    yield _stage_table(stages, most=room - len(picked), width=width)
+    yield ""
+    lines = timeline_text(shown.timeline, width=width)
+    yield from (lines[0], *(lines[1 + rank] for rank in picked))
+    left = f"; {len(picked)} of {ranks} ranks (--all: all)" if len(picked) < ranks else ""
+    yield Text(legend(shown.timeline) + left)
+
+
+def plan_lines(shown: Overview) -> Iterator[str]:
+    """The plan in words: its shape, its speed, its idle time, its memory."""
+    plan, predicted, bubble = shown.plan, shown.predicted, shown.bubble
+    yield f"{plan.model.name}: {shape_words(shown)}"
+    rate = f"{format_seconds(predicted.iteration_s)} an iteration, {predicted.samples_per_s:.4g} samples/s"
+    yield f"{rate}; {bound_words(shown)}"
+    yield (
+        f"idle {predicted.bubble_fraction:.1%}: ends {format_seconds(bubble.skew_s)}, imbalance "
+        f"{format_seconds(bubble.imbalance_s)}, links {format_seconds(bubble.links_s)}, order "
+        f"{format_seconds(bubble.rest_s)}"
+    )
+    yield f"memory {memory_words(shown)}; {provenance_words(shown.profile)}"
+
+
+def shape_words(shown: Overview) -> str:
+    """GPUs, stages, replicas, micro-batches, schedule."""
+    sizes, batch, schedule = shown.plan.parallel, shown.plan.batch, shown.plan.schedule
+    words = [counted(sizes.gpus, "GPU"), counted(len(shown.plan.stages), "stage")]
+    if sizes.virtual > 1:
+        words[-1] += f" ({sizes.virtual} a rank, {schedule.placement.value})"
+    if sizes.data > 1:
+        words.append(counted(sizes.data, "replica"))
+    if sizes.tensor > 1:
+        words.append(f"layers over {sizes.tensor} ranks")
+    words.append(f"{counted(batch.microbatches, 'micro-batch', 'es')} of {batch.microbatch}")
+    return ", ".join([*words, schedule.name.value])
+
+
+def bound_words(shown: Overview) -> str:
+    """How far from the bound, and whether it is proven to be the best."""
+    gap = shown.predicted.gap
+    if gap is None:
+        return "no bound is known"
+    over = f"{max(0.0, gap):.2%} over the bound"
+    return f"{over}, proven the best" if shown.proven else over
+
+
+def memory_words(shown: Overview) -> str:
+    """The largest peak, on which rank, against the limit."""
+    use, limit = shown.timeline.ranks[shown.fullest], shown.limit_bytes
+    said = f"{format_bytes(use.peak_memory_bytes)} on rank {use.rank}"
+    if limit is None:
+        return f"{said}, no limit known"
+    return f"{said}, of {format_bytes(limit)}{'' if shown.fits else ': DOES NOT FIT'}"
+
+
+def provenance_words(profile: Profile) -> str:
+    """Where the layers' figures come from."""
+    where = {"measured": "measured on", "estimated": "ESTIMATED for", "imported": "imported, for"}
+    return f"{where[profile.provenance]} {short(profile.device.name, 30)}"
+
+
+def _stage_table(stages: Sequence[Stage], *, most: int, width: int) -> Table:
+    runs = list(_runs(stages, most))
+    headings: Sequence[str] = ("stage", "rank", "layers", "F", "I", "W", "params", "saved", "sends")
+    rows: list[Sequence[str]] = [
+        (
+            _span([stage.stage for stage in run]) + "R" * any(stage.recompute for stage in run),
+            _span(sorted({stage.rank for stage in run})),
+            _named([name for stage in run for name in stage.layers]),
+            format_seconds(max(stage.forward_s for stage in run)),
+            format_seconds(max(stage.backward_input_s for stage in run)),
+            format_seconds(max(stage.backward_weight_s for stage in run)),
+            format_bytes(max(stage.parameter_bytes for stage in run)),
+            format_bytes(max(stage.saved_bytes for stage in run)),
+            format_bytes(max(sum(entry.bytes for entry in stage.sends) for stage in run)),
+        )
+        for run in runs
+    ]
+    notes = []
+    if any(len(run) > 1 for run in runs):
+        notes.append("largest of each run; --all: every stage")
+    if any(stage.recompute for stage in stages):
+        notes.append("R: recomputes")
+    if all(stage.rank == stage.stage for stage in stages):
+        headings = (headings[0], *headings[2:])
+        rows = [(row[0], *row[2:]) for row in rows]
+    return _table(headings, rows, width=width, caption="; ".join(notes))
+
+
+def profile_summary(
+    profile: Profile, rows: Sequence[LayerRow], *, microbatch_size: int, width: int, everything: bool = False
+) -> Iterator[RenderableType]:
+    """What a profile says, layer by layer, at one micro-batch size."""
+    head = [Text(line) for line in profile_lines(profile, rows, microbatch_size=microbatch_size)]
+    yield from head
+    yield ""
+    room = _SCREEN - _height(head, width) - 3  # a gap, headings, note
+    runs = [[row] for row in rows] if everything or len(rows) <= room else list(_alike(rows, room))
+    total = sum(row.load_s for row in rows)
+    headings = ("layers", "kind", "F", "I", "W", "share", "params", "saved", "cut after")
+    told = [
+        (
+            _named([row.name for row in run]) + _marks(run),
+            "+".join(dict.fromkeys(row.kind for row in run)),
+            *(
+                format_seconds(sum(getattr(row, part) for row in run))
+                for part in ("forward_s", "backward_input_s", "backward_weight_s")
+            ),
+            f"{sum(row.load_s for row in run) / total:.0%}" if total else "",
+            format_bytes(sum(row.parameter_bytes for row in run)),
+            format_bytes(sum(row.saved_bytes for row in run)),
+            format_bytes(run[-1].cut_bytes),
+        )
+        for run in runs
+    ]
+    notes = []
+    if any(len(run) > 1 for run in runs):
+        notes.append("sums over each run; --all: every layer")
+    if any(row.whole_backward for row in rows):
+        notes.append("*: its whole backward is in I")
+    if any(max(row.tensor) > 1 for row in rows):
+        notes.append("T: can be split over ranks")
+    yield _table(headings, told, width=width, caption="; ".join(notes))
+
+
+def profile_lines(profile: Profile, rows: Sequence[LayerRow], *, microbatch_size: int) -> Iterator[str]:
+    """The profile in words."""
+    graph = LayerGraph.of(profile)
+    shape = "a chain" if graph.is_chain else "with branches"
+    sizes = sorted({size for size, _ in graph.rows()})
+    yield (
+        f"{profile.model.name}: {counted(len(rows), 'layer')}, {shape}, {format_bytes(distinct_parameters(graph))} of "
+        f"parameters, {profile.dtype}"
+    )
+    yield f"{provenance_words(profile)} at micro-batch sizes {', '.join(map(str, sizes))}; below: {microbatch_size}"
+    parts = [sum(getattr(row, part) for row in rows) for part in ("forward_s", "backward_input_s", "backward_weight_s")]
+    seconds = ", ".join(f"{letter} {format_seconds(part)}" for letter, part in zip("FIW", parts, strict=True))
+    whole = microbatch_size / sum(parts) if sum(parts) else 0.0
+    yield f"all layers: {seconds}; {whole:.4g} samples/s; saved {format_bytes(sum(row.saved_bytes for row in rows))}"
+    links = profile.links
+    if links is not None:
+        speed = f"{format_seconds(links.latency_s)} and {format_bytes(links.bandwidth_bytes_per_s)}/s"
+        yield f"link: {speed}, {'beside' if links.overlap else 'in place of'} compute"
+
+
+def counted(count: int, word: str, plural: str = "s") -> str:
+    """E.g. ``1 stage``, ``4 stages``."""
+    return f"{count} {word}{'' if count == 1 else plural}"
+
+
+def short(text: str, most: int) -> str:
+    """A text with its middle left out where it is longer; what cannot be printed is spelt out."""
+    text = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+    if len(text) <= most:
+        return text
+    tail = max(0, (most - 1) // 2)
+    return f"{text[: most - 1 - tail]}…{text[len(text) - tail :]}"
+
+
+def _height(lines: Sequence[Text], width: int) -> int:
+    """How many lines they take where they are folded."""
+    return sum(len(line.wrap(_CONSOLE, width)) for line in lines)
+
+
+def _marks(run: Sequence[LayerRow]) -> str:
+    whole = any(row.whole_backward for row in run)
+    return " *" * whole + " T" * any(max(row.tensor) > 1 for row in run)
+
+
+def _named(names: Sequence[str]) -> str:
+    """E.g. ``blocks.0…5 (6)``: what the first and the last share is said once."""
+    first, last = names[0], names[-1]
+    if len(names) == 1:
+        return first
+    shared = first.rpartition(".")[0]
+    if shared and last.startswith(f"{shared}."):
+        last = last[len(shared) + 1 :]
+    return f"{first}…{last} ({len(names)})"
+
+
+def _span(numbers: Sequence[int]) -> str:
+    if len(numbers) == 1:
+        return str(numbers[0])
+    if list(numbers) == list(range(numbers[0], numbers[-1] + 1)):
+        return f"{numbers[0]}-{numbers[-1]}"
+    return ",".join(map(str, numbers)) if len(numbers) <= 2 else f"{min(numbers)}..{max(numbers)}"
+
+
+def _picked(count: int, most: int) -> list[int]:
+    """At most so many of 0..count-1, first and last among them, evenly."""
+    most = max(2, most)
+    if count <= most:
+        return list(range(count))
+    return sorted({round(place * (count - 1) / (most - 1)) for place in range(most)})
+
+
+def _runs(stages: Sequence[Stage], most: int) -> Iterator[Sequence[Stage]]:
+    """Stages in at most so many runs of equal length."""
+    length = -(-len(stages) // max(1, most))
+    for start in range(0, len(stages), length):
+        yield stages[start : start + length]
+
+
+def _alike(rows: Sequence[LayerRow], most: int) -> Iterator[Sequence[LayerRow]]:
+    """Layers in at most so many runs: of one kind and near times, else of equal shares of the time."""
+    for tolerance in (0.02, 0.05, 0.1, 0.25, 0.5, float("inf")):
+        runs: list[list[LayerRow]] = []
+        for row in rows:
+            if runs and _like(runs[-1][0], row, tolerance):
+                runs[-1].append(row)
+            else:
+                runs.append([row])
+        if len(runs) <= most:
+            yield from runs
+            return
+    total, before, made, run = sum(row.load_s for row in rows) or 1.0, 0.0, 0, list[LayerRow]()
+    for index, row in enumerate(rows):
+        run.append(row)
+        before += row.load_s
+        if made < most - 1 and (before >= (made + 1) * total / most or len(rows) - index - 1 < most - made):
+            yield run
+            run, made = [], made + 1
+    if run:
+        yield run
+
+
+def _like(one: LayerRow, other: LayerRow, tolerance: float) -> bool:
+    same = (one.kind, one.tensor, one.whole_backward) == (other.kind, other.tensor, other.whole_backward)
+    return same and abs(one.load_s - other.load_s) <= tolerance * max(one.load_s, other.load_s)
+
+
+def _table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, width: int, caption: str) -> Table:
+    """A table without walls in which words give way, and figures never."""
+    rows = list(rows)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold", caption=caption or None)
+    table.caption_justify = "left"
+    widths = {name: max(len(row[place]) for row in (*rows, headings)) for place, name in enumerate(headings)}
+    words = [name for name in headings if name in ("layers", "kind")]
+    room = width - sum(widths[name] for name in headings if name not in words) - len(headings)
+    for number, name in enumerate(reversed(words)):  # the kind gives way to the layers' names
+        others = sum(min(widths[word], 18) for word in words[: len(words) - 1 - number])
+        widths[name] = max(8, min(widths[name], room - others))
+        room -= widths[name]
+    for name in headings:
+        table.add_column(name, justify="left" if name in ("stage", *words) else "right", no_wrap=True)
+    for row in rows:
+        cells = (short(cell, widths[name]) if name in words else cell for name, cell in zip(headings, row, strict=True))
+        table.add_row(*map(Text, cells))
+    return table
