@@ -13,6 +13,7 @@ from planner.errors import InputError
 if TYPE_CHECKING:
     from planner.profile import Profile
     from planner.report.overview import Overview
+    from planner.runtime.recording import Recording
 
 _WIDEST = 120
 
@@ -27,16 +28,28 @@ def show(
     microbatch: int | None = typer.Option(
         None, min=1, help="Micro-batch size to show a profile at (default: the smallest).", show_default=False
     ),
+    trace: Path | None = typer.Option(None, help="Write a trace for ui.perfetto.dev.", show_default=False),
+    measured: Path | None = typer.Option(
+        None, help="What run --trace FILE measured, to lay over what is predicted.", show_default=False
+    ),
     everything: bool = typer.Option(False, "--all", help="Every stage, rank or layer, however many."),
     json: bool = typer.Option(False, "--json", help="Print all figures as one JSON document."),
 ) -> None:
     """Show a plan (its stages, its schedule, its memory, what it loses and where) or a profile (its layers)."""
     if _is_profile(path):
+        if trace is not None or measured is not None:
+            raise InputError(f"{path}: a profile has no schedule to trace", hint="solve it, and show the plan")
         _show_profile(path, microbatch, everything=everything, json=json)
         return
     if microbatch is not None:
         raise InputError(f"{path}: is a plan, which has its micro-batch size", hint="--microbatch is for profiles")
     shown = _overview(path)
+    recording = None if measured is None else _recording(measured, shown)
+    if trace is not None:
+        from planner.report.trace import write_trace
+
+        write_trace(trace, shown, recording)
+        err.print(f"wrote {trace}: open it in ui.perfetto.dev", markup=False, soft_wrap=True)
     if json:
         from planner.report.document import plan_document
 
@@ -72,6 +85,19 @@ def _overview(path: Path) -> Overview:
         raise InputError(f"{path}: {error.message}", hint=error.hint) from error
     warn_if_stale(plan, profile, path)
     return shown
+
+
+def _recording(path: Path, shown: Overview) -> Recording:
+    """What was measured of this plan. Raises InputError where it is of another."""
+    from planner.report.trace import read_recording
+    from planner.runtime.recording import check_recording
+
+    recording = read_recording(path)
+    try:
+        check_recording(recording, shown.plan, shown.timeline.schedule)
+    except InputError as error:
+        raise InputError(f"{path}: {error.message}", hint=error.hint) from None
+    return recording
 
 
 def _show_profile(path: Path, microbatch: int | None, *, everything: bool, json: bool) -> None:
