@@ -103,9 +103,22 @@ def random_cluster(rng: random.Random, *, memory: int | None) -> Cluster:
 
 def all_cuts(graph: LayerGraph, num_stages: int) -> Iterator[list[list[str]]]:
     """Every cut of a graph into so many stages, none empty."""
-    for stage_of in itertools.product(range(num_stages), repeat=len(graph)):
-        if len(set(stage_of)) == num_stages and all(stage_of[u] <= stage_of[w] for u, w in graph.edges):
-            yield [[graph.names[i] for i in range(len(graph)) if stage_of[i] == k] for k in range(num_stages)]
+    feeding: list[list[int]] = [[] for _ in graph.names]
+    for source, target in graph.edges:
+        feeding[target].append(source)
+
+    def placed(stage_of: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        layer = len(stage_of)
+        if num_stages - len(set(stage_of)) > len(graph) - layer:
+            return
+        if layer == len(graph):
+            yield stage_of
+            return
+        for stage in range(max((stage_of[source] for source in feeding[layer]), default=0), num_stages):
+            yield from placed((*stage_of, stage))
+
+    for stage_of in placed(()):
+        yield [[graph.names[i] for i in range(len(graph)) if stage_of[i] == k] for k in range(num_stages)]
 
 
 def job_for(
