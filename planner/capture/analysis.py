@@ -16,6 +16,7 @@ from planner.capture.dataflow import Dataflow, Kind, analyse
 from planner.capture.export import Lifted, Role
 from planner.capture.layers import Granularity, Segment
 from planner.capture.trace import Trace, trace
+from planner.capture.weightless import Fakes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +35,14 @@ class Analysis:
     order_only: frozenset[tuple[int, int]]
 
 
-def settled(lifted: Lifted, module: nn.Module, batch: Batch, granularity: Granularity) -> Analysis:
+def settled(
+    lifted: Lifted, module: nn.Module, batch: Batch, granularity: Granularity, fakes: Fakes | None = None
+) -> Analysis:
     """Analyse, insert the copies that turn out to be needed, and again until none is."""
     parameters = dict(module.named_parameters())
     buffers = dict(module.named_buffers())
     while True:
-        seen = trace(lifted, parameters, buffers, leaves(batch))
+        seen = trace(lifted, parameters, buffers, leaves(batch), fakes)
         flow = analyse(lifted, seen)
         if _copy_changed_inputs(lifted, seen, flow):
             continue

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 import torch
 from torch import Tensor, fx, nn
@@ -20,7 +20,11 @@ from planner.capture.masks import fold_masks
 from planner.capture.model_file import ModelFile
 from planner.capture.program import StageProgram, build_program
 from planner.capture.seeds import RandomStream
+from planner.capture.weightless import Fakes, buffers_to, parameters_on_meta
 from planner.errors import InputError
+
+if TYPE_CHECKING:
+    from planner.capture.shard import Sharding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +72,12 @@ class CapturedEdge:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capture:
-    """A captured model: layers in execution order, the acyclic graph of edges, and ``module`` with the weights."""
+    """A captured model: layers in execution order, the acyclic graph of edges, and ``module`` with the weights.
+
+    ``sharding``: where it is that of one tensor rank, how the model is split over them.
+    ``fakes``: where it was captured without the memory of its weights, which are on meta then then.
+    values where nothing tells them.
+    """
 
     model_file: ModelFile
     module: nn.Module
@@ -80,6 +89,8 @@ class Capture:
     edges: tuple[CapturedEdge, ...]
     fingerprint: str
     analysis: Analysis = field(repr=False)
+    sharding: Sharding | None = None
+    fakes: Fakes | None = field(default=None, repr=False)
 
     def stages(self, cut: Sequence[Sequence[str]]) -> tuple[StageProgram, ...]:
         """One program for each stage, given the layers' names stage by stage.
@@ -122,27 +133,29 @@ def capture(
     device: str = "cpu",
     granularity: Granularity = "block",
     seed: int = 0,
+    weightless: bool = False,
 ) -> Capture:
     """Capture a model at one micro-batch size, its weights those of model() after manual_seed(seed).
 
+    ``weightless``: without the memory and the values of the weights: nothing is computed, and the layers are the same.
     Raises InputError, in one line, where the model file or the model is not what it has to be.
     """
     if granularity not in get_args(Granularity):
         raise InputError(f"there is no granularity {granularity!r}", hint="one of op, module, block")
-    with RandomStream(seed):
-        module = model_file.model().to(device)
+    fakes = Fakes(device) if weightless else None
+    module = _module(model_file, device, seed=seed, weightless=weightless)
     modules = dict(module.named_modules(remove_duplicate=False))
     for name in model_file.leaves:
         if not name or name not in modules:
             raise InputError(f"{model_file.path}: leaves names {name!r}, which is no module", hint="correct the name")
     with RandomStream(seed):
         batch = to_device(model_file.batch(microbatch_size), device)
-        lifted = export(module, model_file, batch)
+        lifted = export(module, model_file, batch, fakes)
     fold_masks(lifted)
     use_newest_aliases(lifted)
     try:
         with RandomStream(seed):
-            analysis = settled(lifted, module, batch, granularity)
+            analysis = settled(lifted, module, batch, granularity, fakes)
     except InputError as fault:
         raise InputError(f"{model_file.path}: {fault.message}", hint=fault.hint) from None
     layers = _layers(analysis, module)
@@ -158,7 +171,18 @@ def capture(
         edges=edges,
         fingerprint=_fingerprint(layers, edges, module),
         analysis=analysis,
+        fakes=fakes,
     )
+
+
+def _module(model_file: ModelFile, device: str, *, seed: int, weightless: bool) -> nn.Module:
+    with RandomStream(seed):
+        if not weightless:
+            return model_file.model().to(device)
+        with parameters_on_meta():
+            module = model_file.model()
+    buffers_to(module, device)
+    return module
 
 
 _GRANULARITIES: tuple[Granularity, ...] = ("block", "module", "op")

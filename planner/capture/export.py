@@ -20,10 +20,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from planner.capture.batch import Batch, leaves, rebuilt
+from planner.capture.made_up import computing
 from planner.capture.model_file import ModelFile, user_line
 from planner.capture.opaque import OPAQUE, OpaqueCall, Returned, StandIns, function_of, returned_by
 from planner.capture.values import HiddenTensorError
 from planner.capture.watch import LOSS, Watch
+from planner.capture.weightless import Fakes
 from planner.errors import InputError
 
 
@@ -81,26 +83,30 @@ def called(model: nn.Module, inputs: Any) -> Any:
     return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
 
 
-def export(model: nn.Module, model_file: ModelFile, batch: Batch) -> Lifted:
+def export(model: nn.Module, model_file: ModelFile, batch: Batch, fakes: Fakes | None = None) -> Lifted:
     """The lifted graph of model and loss at the size of ``batch``. Raises InputError where there is none to be had.
 
     What torch.export cannot take or would lose is kept whole, in the smallest module around it: export is tried again
-    until nothing is found any more.
+    until nothing is found any more. ``fakes``: where the model has no weights.
     """
     whole = _whole(model, model_file.leaves)
     returned: Mapping[str, list[Returned | HiddenTensorError]] | None = None
     while True:
         if whole and returned is None:
-            returned = _returned(model, model_file, batch)
+            try:
+                returned = _returned(model, model_file, batch, whole, fakes)
+            except _StoppedError as stopped:
+                whole = _whole(model, whole | stopped.modules)
+                continue
             _refuse_uncalled(model_file, returned)
         stand_ins = StandIns(model=model, names=whole, returned=returned or {})
         watch = Watch(model, whole)
         try:
-            exported = _exported(model, model_file, batch, stand_ins, watch)
+            exported = _exported(model, model_file, batch, stand_ins, watch, fakes)
         except Exception as error:
             place = watch.innermost
             if not place:
-                raise _refusal(error, model, model_file, batch) from error
+                raise _refusal(error, model, model_file, batch, fakes) from error
             found = _alike(model, place)
         else:
             if not watch.lost:
@@ -114,13 +120,14 @@ def export(model: nn.Module, model_file: ModelFile, batch: Batch) -> Lifted:
 
 
 def _exported(
-    model: nn.Module, model_file: ModelFile, batch: Batch, stand_ins: StandIns, watch: Watch
+    model: nn.Module, model_file: ModelFile, batch: Batch, stand_ins: StandIns, watch: Watch, fakes: Fakes | None
 ) -> torch.export.ExportedProgram:
     # One tensor object given twice (labels that are the inputs) would become one placeholder: clone.
     copies = (leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves(batch))
     apart = rebuilt(batch, copies)
     wrapper = WithLoss(model, model_file, watch).train()
-    with _quiet(io.StringIO()), stand_ins.placed(), watch.watching():
+    faked = contextlib.nullcontext() if fakes is None else fakes.exporting(model)
+    with _quiet(io.StringIO()), faked, stand_ins.placed(), watch.watching():
         return torch.export.export(wrapper, (apart.inputs, apart.target), strict=False)
 
 
@@ -142,17 +149,35 @@ def _alike(model: nn.Module, place: str) -> frozenset[str]:
     return frozenset(name for name, module in model.named_modules() if name and type(module) is kind)
 
 
+class _StoppedError(Exception):
+    """An eager run on fakes stopped in ``modules``, which must really run."""
+
+    def __init__(self, modules: frozenset[str]) -> None:
+        super().__init__(modules)
+        self.modules = modules
+
+
 def _returned(
-    model: nn.Module, model_file: ModelFile, batch: Batch
+    model: nn.Module, model_file: ModelFile, batch: Batch, whole: frozenset[str], fakes: Fakes | None
 ) -> Mapping[str, list[Returned | HiddenTensorError]]:
+    """What each call of each module gives in an eager run. Raises _StoppedError where fakes cannot tell."""
+    watch = Watch(model, whole)
+
     def run() -> None:
-        model_file.loss(called(model, batch.inputs), batch.target)
+        if fakes is None:
+            model_file.loss(called(model, batch.inputs), batch.target)
+            return
+        with computing(fakes, model, {name: model.get_submodule(name) for name in whole}), watch.watching():
+            inputs, target = rebuilt(batch, map(fakes.of_leaf, leaves(batch)))
+            model_file.loss(called(model, inputs), target)
 
     try:
         return returned_by(model, run)
     except InputError:
         raise
     except Exception as fault:
+        if fakes is not None and watch.innermost:
+            raise _StoppedError(_alike(model, watch.innermost)) from fault
         raise model_file.raised(fault, "model()'s forward") from fault
 
 
@@ -173,10 +198,12 @@ def _lost(model_file: ModelFile, place: str, what: str) -> InputError:
     )
 
 
-def _refusal(error: Exception, model: nn.Module, model_file: ModelFile, batch: Batch) -> InputError:
+def _refusal(
+    error: Exception, model: nn.Module, model_file: ModelFile, batch: Batch, fakes: Fakes | None
+) -> InputError:
     """Why there is no graph: the model itself raises, or torch.export cannot take it."""
     try:
-        with torch.no_grad():
+        with torch.no_grad(), contextlib.nullcontext() if fakes is None else computing(fakes, model, {}):
             model_file.loss(called(model, batch.inputs), batch.target)
     except InputError as fault:
         return fault

@@ -6,6 +6,7 @@ Storages are told apart by weak references, which keep an address from being use
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,10 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
 from planner.capture.export import Lifted, Role, op_of, opaque_call
+from planner.capture.made_up import RealCall
+from planner.capture.weightless import Fakes
 from planner.errors import InputError
 
 
@@ -65,29 +69,39 @@ class _Storages:
 
 
 def trace(
-    lifted: Lifted, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], inputs: tuple[Any, ...]
+    lifted: Lifted,
+    parameters: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    inputs: tuple[Any, ...],
+    fakes: Fakes | None = None,
 ) -> Trace:
-    """Run the graph once on real values. Parameters, buffers and inputs are left as they are.
+    """Run the graph once, on real values or on ``fakes``. Parameters, buffers and inputs are left as they are.
 
     Raises InputError where no gradient reaches the loss.
     """
-    own_buffers = {name: buffers[name].clone() for role, name in lifted.roles.values() if role is Role.BUFFER}
+    if fakes is not None:
+        fakes.renew()
+    copied = fakes.of if fakes is not None else torch.clone
+    own_buffers = {name: copied(buffers[name]) for role, name in lifted.roles.values() if role is Role.BUFFER}
     given = {
         Role.PARAMETER: {
-            name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in parameters.items()
+            name: (tensor if fakes is None else fakes.of(tensor)).detach().requires_grad_(tensor.requires_grad)
+            for name, tensor in parameters.items()
         },
         Role.BUFFER: own_buffers,
-        Role.INPUT: {str(index): leaf.clone() for index, leaf in enumerate(inputs) if isinstance(leaf, Tensor)},
-        Role.CONSTANT: {name: tensor.clone() for name, tensor in lifted.constants.items()},
+        Role.INPUT: {str(index): copied(leaf) for index, leaf in enumerate(inputs) if isinstance(leaf, Tensor)},
+        Role.CONSTANT: {name: copied(tensor) for name, tensor in lifted.constants.items()},
     }
-    run = _Run(lifted, lambda node: given[lifted.roles[node][0]][lifted.roles[node][1]])
+    run = _Run(lifted, lambda node: given[lifted.roles[node][0]][lifted.roles[node][1]], fakes)
     with torch.enable_grad():
         loss = run.run()
     if not loss.requires_grad:
         raise InputError(
             "no gradient reaches the loss", hint="compute it from the output, which must come from trainable parameters"
         )
-    changed = {name for name, t in own_buffers.items() if t._version or not torch.equal(t, buffers[name])}
+    changed = {
+        name for name, t in own_buffers.items() if t._version or (fakes is None and not torch.equal(t, buffers[name]))
+    }
     return Trace(
         facts=run.facts,
         storage_bytes=run.storages.sizes,
@@ -97,8 +111,9 @@ def trace(
 
 
 class _Run:
-    def __init__(self, lifted: Lifted, placeholder: Callable[[fx.Node], Any]) -> None:
+    def __init__(self, lifted: Lifted, placeholder: Callable[[fx.Node], Any], fakes: Fakes | None) -> None:
         self._lifted = lifted
+        self._fakes = fakes
         self._placeholder = placeholder
         self.facts: dict[fx.Node, Facts] = {}
         self.storages = _Storages()
@@ -107,7 +122,7 @@ class _Run:
         values: dict[fx.Node, Any] = {}
         last_use = {used: node for node in self._lifted.graph.nodes for used in node.all_input_nodes}
         counter = FlopCounterMode(display=False)
-        with counter:
+        with contextlib.nullcontext() if self._fakes is None else self._fakes.mode, counter:
             for node in self._lifted.graph.nodes:
                 if node.op == "output":
                     loss: Tensor = values[node.args[0]]
@@ -135,8 +150,15 @@ class _Run:
             def pack(tensor: Tensor) -> None:
                 saved.add(self.storages.number(tensor, node))
 
-            with torch.autograd.graph.saved_tensors_hooks(pack, _never):
-                value = node.target(*args, **kwargs)  # type: ignore[operator]
+            if self._fakes is not None and opaque_call(node) is not None:
+                real = RealCall(node.target, args, self._fakes)  # type: ignore[arg-type]
+                saved |= {self.storages.number(fake, node) for fake in real.saved}
+                value = real.outputs
+            else:
+                with torch.autograd.graph.saved_tensors_hooks(pack, _never):
+                    value = node.target(*args, **kwargs)  # type: ignore[operator]
+        if self._fakes is not None:
+            value = self._fakes.with_sizes(value, list(_tensors(list(map(values.get, node.all_input_nodes)))))
         tensors = list(_tensors(value))
         single = value if isinstance(value, Tensor) else None
         self.facts[node] = Facts(
@@ -166,7 +188,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _on_meta(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    with unset_fake_temporarily():
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -224,7 +247,7 @@ def is_random(node: fx.Node) -> bool:
     if opaque_call(node) is not None:
         return True
     if not isinstance(op, OpOverload) or op.namespace not in ("aten", "prims"):
-        return isinstance(op, OpOverload)
+        return isinstance(op, OpOverload) or getattr(op, "draws", False)
     if torch.Tag.nondeterministic_seeded not in op.tags:
         return False
     for value, argument in _arguments(node, op):
