@@ -28,6 +28,7 @@ def show(
     microbatch: int | None = typer.Option(
         None, min=1, help="Micro-batch size to show a profile at (default: the smallest).", show_default=False
     ),
+    html: Path | None = typer.Option(None, help="Write a page that stands alone.", show_default=False),
     trace: Path | None = typer.Option(None, help="Write a trace for ui.perfetto.dev.", show_default=False),
     measured: Path | None = typer.Option(
         None, help="What run --trace FILE measured, to lay over what is predicted.", show_default=False
@@ -39,12 +40,16 @@ def show(
     if _is_profile(path):
         if trace is not None or measured is not None:
             raise InputError(f"{path}: a profile has no schedule to trace", hint="solve it, and show the plan")
-        _show_profile(path, microbatch, everything=everything, json=json)
+        _show_profile(path, microbatch, html, everything=everything, json=json)
         return
     if microbatch is not None:
         raise InputError(f"{path}: is a plan, which has its micro-batch size", hint="--microbatch is for profiles")
-    shown = _overview(path)
+    shown, notices = _overview(path)
     recording = None if measured is None else _recording(measured, shown)
+    if html is not None:
+        from planner.report.html import plan_page
+
+        _write_page(html, plan_page(shown, recording, notices))
     if trace is not None:
         from planner.report.trace import write_trace
 
@@ -71,7 +76,8 @@ def _is_profile(path: Path) -> bool:
     raise InputError(f"{path}: is neither a plan nor a profile", hint="it must begin with its format: pipeplan-plan/1")
 
 
-def _overview(path: Path) -> Overview:
+def _overview(path: Path) -> tuple[Overview, list[str]]:
+    """A plan, simulated, and what is wrong with its figures, said on stderr too."""
     from planner.cli.simulate import warn_if_stale
     from planner.plan import read_plan
     from planner.plan.check import profile_of
@@ -83,8 +89,8 @@ def _overview(path: Path) -> Overview:
         shown = overview_of(plan, profile)
     except InputError as error:
         raise InputError(f"{path}: {error.message}", hint=error.hint) from error
-    warn_if_stale(plan, profile, path)
-    return shown
+    remark = warn_if_stale(plan, profile, path)
+    return shown, [remark] if remark else []
 
 
 def _recording(path: Path, shown: Overview) -> Recording:
@@ -100,7 +106,14 @@ def _recording(path: Path, shown: Overview) -> Recording:
     return recording
 
 
-def _show_profile(path: Path, microbatch: int | None, *, everything: bool, json: bool) -> None:
+def _write_page(path: Path, page: str) -> None:
+    from planner.files import write_atomically
+
+    write_atomically(path, page)
+    err.print(f"wrote {path}: open it in a browser", markup=False, soft_wrap=True)
+
+
+def _show_profile(path: Path, microbatch: int | None, html: Path | None, *, everything: bool, json: bool) -> None:
     from planner.graph import LayerGraph
     from planner.profile import read_profile
     from planner.report.document import profile_document
@@ -110,6 +123,10 @@ def _show_profile(path: Path, microbatch: int | None, *, everything: bool, json:
     profile = read_profile(path)
     size = _microbatch_size(path, profile, microbatch)
     rows = layer_rows(LayerGraph.of(profile), microbatch_size=size)
+    if html is not None:
+        from planner.report.html import profile_page
+
+        _write_page(html, profile_page(profile, rows, microbatch_size=size))
     if json:
         print_json(profile_document(profile, rows, microbatch_size=size))
     else:

@@ -58,18 +58,19 @@ def simulate(
         _tell_one(runs[0], job)
 
 
-def warn_if_stale(said: Plan, profile: Profile, path: Path) -> None:
-    """Say on stderr that the figures of a plan's stages are those of an earlier cut or profile."""
+def warn_if_stale(said: Plan, profile: Profile, path: Path) -> str:
+    """Say on stderr, and return, that the figures of a plan's stages are those of an earlier cut or profile."""
     from planner.plan.check import stale_stages
 
+    remark = ""
     try:
-        stale = bool(stale_stages(said, profile))
+        if stale_stages(said, profile):
+            remark = f"figures of {path} are stale; pipeplan check {path} --write writes them anew"
     except InputError as error:
-        err.print(f"remark: {error}", markup=False, soft_wrap=True)
-        return
-    if stale:
-        remark = f"remark: figures of {path} are stale; pipeplan check {path} --write writes them anew"
-        err.print(remark, markup=False, soft_wrap=True)
+        remark = str(error)
+    if remark:
+        err.print(f"remark: {remark}", markup=False, soft_wrap=True)
+    return remark
 
 
 class _Run(NamedTuple):
