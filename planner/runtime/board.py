@@ -12,10 +12,8 @@ from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
 
-_SLOT = struct.Struct("<qqqiii")  # pid, signs of progress, steps done, step, position, state
-_AT = struct.Struct("<ii")
-_COUNT = struct.Struct("<q")
-_ROW = struct.Struct("<dd")  # loss, seconds
+_SLOT = struct.Struct("=qqqiii")  # pid, signs of progress, steps done, step, position, state
+_ROW = struct.Struct("=dd")  # loss, seconds
 _SLOT_BYTES = 64
 
 
@@ -30,6 +28,7 @@ class State(IntEnum):
     OPTIMIZER = 5
     VERIFYING = 6
     ENDING = 7
+    CHECKPOINT = 8
 
 
 class Slot(NamedTuple):
@@ -85,29 +84,33 @@ class Writer:
         self._board = board
         self._memory = memory
         self._process = process
-        self._offset = process * _SLOT_BYTES
-        (self._signs,) = _COUNT.unpack_from(memory, self._offset + 8)
+        slot = memoryview(memory)[process * _SLOT_BYTES : (process + 1) * _SLOT_BYTES]
+        self._counts = slot[:24].cast("q")  # pid, signs of progress, steps done
+        self._place = slot[24:36].cast("i")  # step, position, state
+        self._signs = self._counts[1]
 
     def start(self, pid: int) -> None:
         """Say which process this is."""
-        _COUNT.pack_into(self._memory, self._offset, pid)
+        self._counts[0] = pid
         self.at(State.STARTING)
 
     def at(self, state: State, position: int = -1) -> None:
         """Say what the process is at, which is a sign of progress."""
+        place = self._place
+        place[1] = position
+        place[2] = state
         self._signs += 1
-        _AT.pack_into(self._memory, self._offset + 28, position, state)
-        _COUNT.pack_into(self._memory, self._offset + 8, self._signs)
+        self._counts[1] = self._signs
 
     def step(self, step: int) -> None:
         """Say which step comes now."""
-        struct.pack_into("<i", self._memory, self._offset + 24, step)
+        self._place[0] = step
         self.at(State.DATA)
 
     def done(self, step: int, *, loss: float, seconds: float) -> None:
         """Write a step's row."""
         _ROW.pack_into(self._memory, self._board._row(self._process, step), loss, seconds)
-        _COUNT.pack_into(self._memory, self._offset + 16, step + 1)
+        self._counts[2] = step + 1
 
 
 class Quiet(Writer):

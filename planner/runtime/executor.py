@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from planner.capture import Batch, RandomKey, Stage
 from planner.runtime.board import State, Writer
-from planner.runtime.messages import Key, RankProgram
+from planner.runtime.messages import Key, RankProgram, Step
 from planner.runtime.transport import Transport
-from planner.schedules import Action, Letter
+from planner.schedules import Letter
 
 _SPLIT = (Letter.BACKWARD_INPUT, Letter.BACKWARD_WEIGHT)
 
@@ -66,6 +66,21 @@ class Span:
         self.end = end
 
 
+class _Move:
+    """A step made ready to run: tensors that other actions read lie in numbered places of the rank."""
+
+    __slots__ = ("drops", "keeps", "letter", "microbatch", "reads", "sends", "stage", "waits")
+
+    def __init__(self, step: Step, stage: Stage, place_of: Callable[[Key], int]) -> None:
+        _, self.letter, self.microbatch = step.action
+        self.stage = stage
+        self.waits = tuple((sender, number, place_of(key)) for sender, number, key in step.waits)
+        self.reads = tuple((key.name, place_of(key)) for key in step.reads)
+        self.drops = tuple(map(place_of, step.drops))
+        self.keeps = tuple((place_of(key), key.name) for key in step.keeps)
+        self.sends = step.sends
+
+
 class Executor:
     """One rank's stages, links and actions."""
 
@@ -79,7 +94,6 @@ class Executor:
         board: Writer,
         loss_scale: float,
     ) -> None:
-        self._steps = program.steps
         self._tied = program.tied
         self._stages = stages
         self._transport = transport
@@ -87,53 +101,59 @@ class Executor:
         self._board = board
         self._loss_scale = loss_scale
         self._split = {(k, m) for k, letter, m in (step.action for step in program.steps) if letter in _SPLIT}
-        self._held: dict[Key, Any] = {}
+        places: dict[Key, int] = {}
+        self._moves = [
+            _Move(step, stages[step.action.stage], lambda key: places.setdefault(key, len(places)))
+            for step in program.steps
+        ]
+        self._held: list[Tensor | None] = [None] * len(places)
 
     def run(
         self, microbatches: Sequence[Batch], keys: Sequence[RandomKey]
     ) -> tuple[dict[int, Tensor], tuple[Span, ...]]:
         """All actions of one training step: the losses of the micro-batches that end here, and when each action ran.
 
-        Gradients stay in the stages; ``sum_tied`` and the stages' finish_gradients come next.
+        Gradients stay in the stages; ``sum_tied`` and the stages' finish_gradients come next. What an action waits for
+        goes straight into it, and what it made goes straight out; all bookkeeping comes after that.
         """
         board, held, transport, mark = self._board, self._held, self._transport, self._stopwatch.mark
         losses: dict[int, Tensor] = {}
         spans: list[Span] = []
-        for position, step in enumerate(self._steps):
-            if step.waits:
+        for position, move in enumerate(self._moves):
+            if move.waits:
                 assert transport is not None, "messages need a transport"
                 board.at(State.WAITING, position)
-                for sender, place, key in step.waits:
-                    held[key] = transport.take(sender, place)
-                transport.post_ahead()
+                for sender, number, place in move.waits:
+                    held[place] = transport.take(sender, number)
             board.at(State.RUNNING, position)
             start = mark()
-            made = self._act(step.action, step.reads, microbatches, keys, losses)
-            for key in step.drops:
-                del held[key]
-            for key in step.keeps:
-                held[key] = made[key.name]
-            for receiver, key in step.sends:
+            made = self._act(move, microbatches, keys, losses)
+            for receiver, key in move.sends:
                 transport.send(receiver, key, made[key.name])  # type: ignore[union-attr]
-            del made
             spans.append(Span(start, mark()))
+            for place in move.drops:
+                held[place] = None
+            for place, name in move.keeps:
+                held[place] = made[name]
+            del made
+            if move.waits:
+                transport.post_ahead()  # type: ignore[union-attr]
         return losses, tuple(spans)
 
     def _act(
         self,
-        action: Action,
-        reads: Sequence[Key],
+        move: _Move,
         microbatches: Sequence[Batch],
         keys: Sequence[RandomKey],
         losses: dict[int, Tensor],
     ) -> Mapping[str, Tensor]:
         """One action; what it makes for other stages, by name."""
-        number, letter, m = action
-        stage = self._stages[number]
-        given = {key.name: self._held[key] for key in reads}
+        stage, letter, m, held = move.stage, move.letter, move.microbatch, self._held
+        given: dict[str, Any] = {name: held[place] for name, place in move.reads}
         if letter is Letter.FORWARD:
             inputs, target = microbatches[m]
-            forwarded = stage.forward(m, inputs, target, given, keys[m], split=(number, m) in self._split)
+            split = (stage.program.index, m) in self._split
+            forwarded = stage.forward(m, inputs, target, given, keys[m], split=split)
             if forwarded.loss is not None:
                 losses[m] = forwarded.loss
             return forwarded.sent
@@ -149,7 +169,8 @@ class Executor:
 
         Each is summed down the stages that use it, last to first, as one process sums over layers, and sent back up.
         """
-        held, transport = self._held, self._transport
+        transport = self._transport
+        held: dict[Key, Tensor | None] = {}
         totals: dict[str, Tensor | None] = {}
         for step in self._tied:
             if step.waits:
@@ -164,15 +185,14 @@ class Executor:
                 if step.hands_over is None:
                     totals[step.name] = total
             if step.hands_over is not None:
-                if self._transport is not None and step.leaves:
-                    self._transport.send(step.to_rank, step.hands_over, total)
+                if transport is not None and step.leaves:
+                    transport.send(step.to_rank, step.hands_over, total)
                 else:
                     held[step.hands_over] = total
         return totals
 
     def next_step(self) -> None:
         """All messages of the step are taken."""
-        assert not self._held, "every tensor that was received has been read"
+        assert not any(tensor is not None for tensor in self._held), "every tensor that was received has been read"
         if self._transport is not None:
             self._transport.next_step()
-            self._transport.post_ahead()

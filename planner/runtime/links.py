@@ -1,7 +1,10 @@
 """What a link between two processes of this machine costs, measured over the transport that runs use.
 
-Two processes play ping-pong with messages of 1 KB to 10 MB (half a round trip is one message), and then compute while
-messages pass both ways: what a message adds to the compute tells whether transfers go on beside it.
+Two processes send each other messages of 1 KB to 10 MB, by turns, as a run's ranks do: some time apart, so that the
+receiver sleeps until its message comes and both find their caches cold. A message takes from the moment at which it is
+handed over until its receiver has it; both read the machine's one clock. (A ping-pong without pauses shows a third of
+that latency.) Then they compute while messages pass both ways: what a message adds to the compute tells whether
+transfers go on beside it.
 """
 
 from __future__ import annotations
@@ -13,8 +16,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean, median
+from typing import Any
 
 import numpy
 import torch
@@ -24,11 +29,15 @@ from planner.profile import ProfiledLinks
 from planner.runtime.messages import Key, Kind
 from planner.runtime.transport import Communicators, Transport
 
-SIZES = (4, 1_000, 10_000, 30_000, 100_000, 300_000, 1_000_000, 3_000_000, 10_000_000)
-"""Bytes of the messages that play ping-pong; the first one only brings the two together."""
+SIZES = (1_000, 10_000, 100_000, 1_000_000, 10_000_000)
+"""Bytes of the messages that are timed alone."""
 BESIDE = (100_000, 3_000_000)
 """Bytes of the messages that pass beside compute."""
 STEPS, WARM_UP = 25, 5
+ALONE_STEPS = 15
+SCRATCH_BYTES = 2_000_000
+PAUSE_S = 0.015
+"""Before each message that is timed alone: about what a stage computes between two messages."""
 
 
 def measure_links(device: str) -> ProfiledLinks | None:
@@ -53,14 +62,23 @@ def measure_links(device: str) -> ProfiledLinks | None:
                 process.wait()
         if any(codes):
             raise ChildProcessError(f"the processes that measure the link ended with codes {codes}")
-        figures = json.loads((Path(folder) / "figures").read_text())
-    latency_s, seconds_per_byte = fit(figures["sizes"], figures["seconds"])
-    return ProfiledLinks(
-        latency_s=latency_s, bandwidth_bytes_per_s=1 / seconds_per_byte, overlap=mean(figures["added"]) < 0.5
-    )
+        told = [json.loads((Path(folder) / f"figures{rank}").read_text()) for rank in (0, 1)]
+    seconds = [median(_durations(told, size)) for size in SIZES]
+    latency_s, seconds_per_byte = fit(SIZES, seconds)
+    overlap = mean([*told[0]["added"], *told[1]["added"]]) < 0.5
+    return ProfiledLinks(latency_s=latency_s, bandwidth_bytes_per_s=1 / seconds_per_byte, overlap=overlap)
 
 
-def fit(sizes: list[int], seconds: list[float]) -> tuple[float, float]:
+def _durations(told: Sequence[Mapping[str, Any]], size: int) -> list[float]:
+    """Of all messages of a size, from handing over until taken, both ways."""
+    found = []
+    for sender, receiver in ((0, 1), (1, 0)):
+        handed, taken = told[sender]["handed"][str(size)], told[receiver]["taken"][str(size)]
+        found += [after - before for before, after in zip(handed, taken, strict=True)][WARM_UP:]
+    return found
+
+
+def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
     """Latency and seconds per byte of the line that is nearest to the measured points by relative error."""
     weight = 1 / numpy.asarray(seconds)
     rows = numpy.stack([weight, weight * numpy.asarray(sizes)], axis=1)
@@ -80,27 +98,34 @@ class _Player:
     def __init__(self, rank: int, device: torch.device, folder: Path) -> None:
         self._rank, self._other, self._device = rank, 1 - rank, device
         store = dist.FileStore(str(folder / "store"), 2)  # type: ignore[attr-defined]
-        names = [*map(str, SIZES), *(f"beside {size}" for size in BESIDE)]
-        self._transport = Transport(
-            Communicators(store, device=device, one_node=True),
-            prefix="links",
-            rank=rank,
-            pairs=((0, 1), (1, 0)),
-            inbox={self._other: tuple(Kind("F", name, rank) for name in names)},
-            windows={self._other: 2},
-            arrived={self._other: (0,) * len(names)},
-            device=device,
-        )
-        self._messages = {name: torch.zeros(int(name.split()[-1]) // 4, device=device) for name in names}
-        self._place = {name: place for place, name in enumerate(names)}
+        self._communicators = Communicators(store, device=device, one_node=True)
         self._matrix = torch.randn(256, 256, device=device)
+        self._scratch = torch.zeros(SCRATCH_BYTES // 4, device=device)
 
-    def _send(self, name: str) -> None:
-        self._transport.send(self._other, Key("F", name, self._other, 0), self._messages[name])
+    def _link(self, name: str, sizes: Sequence[int]) -> Transport:
+        """A link in both directions over which messages of these sizes pass in each step."""
+        return Transport(
+            self._communicators,
+            prefix=name,
+            rank=self._rank,
+            pairs=((0, 1), (1, 0)),
+            inbox={self._other: tuple(Kind("F", str(size), self._rank) for size in sizes)},
+            windows={self._other: 2},
+            arrived={self._other: (0,) * len(sizes)},
+            device=self._device,
+        )
 
-    def _take(self, name: str) -> None:
-        self._transport.take(self._other, self._place[name])
-        self._transport.post_ahead()
+    def _send(self, link: Transport, size: int) -> float:
+        """Hand a message over; the moment before."""
+        message = torch.zeros(size // 4, device=self._device)
+        self._settle()
+        moment = time.perf_counter()
+        link.send(self._other, Key("F", str(size), self._other, 0), message)
+        return moment
+
+    def _between(self) -> None:
+        """What a stage's compute leaves behind: caches full of other things."""
+        self._scratch.add_(1)
         self._settle()
 
     def _settle(self) -> None:
@@ -112,41 +137,53 @@ class _Player:
             torch.mm(self._matrix, self._matrix)
         self._settle()
 
-    def _step(self, rounds: dict[int, int]) -> dict[str, float]:
-        """Seconds of half a ping-pong of each size, and of an exchange of each size beside rounds of compute."""
-        seconds: dict[str, float] = {}
-        for size in SIZES:
-            name = str(size)
-            start = time.perf_counter()
-            for turn in (self._send, self._take) if self._rank == 0 else (self._take, self._send):
-                turn(name)
-            seconds[name] = (time.perf_counter() - start) / 2
-        for size in BESIDE:
-            name = f"beside {size}"
-            start = time.perf_counter()
-            self._send(name)
-            self._compute(rounds.get(size, 0))
-            self._take(name)
-            seconds[name] = time.perf_counter() - start
-        self._transport.next_step()
-        return seconds
+    def _alone(self) -> tuple[dict[int, list[float]], dict[int, list[float]]]:
+        """By size: the moments at which messages were handed over here, and at which the other's were there."""
+        link = self._link("alone", SIZES)
+        link.begin(ALONE_STEPS)
+        handed: dict[int, list[float]] = {size: [] for size in SIZES}
+        taken: dict[int, list[float]] = {size: [] for size in SIZES}
+        for _ in range(ALONE_STEPS):
+            for place, size in enumerate(SIZES):
+                for turn in (0, 1):
+                    self._between()
+                    if turn == self._rank:
+                        time.sleep(PAUSE_S)
+                        handed[size].append(self._send(link, size))
+                    else:
+                        link.take(self._other, place)
+                        self._settle()
+                        taken[size].append(time.perf_counter())
+                        link.post_ahead()
+            link.next_step()
+        link.close()
+        return handed, taken
 
-    def _steps(self, rounds: dict[int, int]) -> dict[str, float]:
-        rows = [self._step(rounds) for _ in range(STEPS)][WARM_UP:]
-        return {name: median(row[name] for row in rows) for name in rows[0]}
+    def _beside(self, link: Transport, rounds: Mapping[int, int]) -> dict[int, float]:
+        """Seconds of an exchange of each size beside rounds of compute: medians."""
+        link.begin(STEPS)
+        rows: dict[int, list[float]] = {size: [] for size in BESIDE}
+        for _ in range(STEPS):
+            for place, size in enumerate(BESIDE):
+                start = self._send(link, size)
+                self._compute(rounds.get(size, 0))
+                link.take(self._other, place)
+                self._settle()
+                rows[size].append(time.perf_counter() - start)
+                link.post_ahead()
+            link.next_step()
+        return {size: median(row[WARM_UP:]) for size, row in rows.items()}
 
     def play(self) -> dict[str, object]:
-        """All steps: without compute, then beside compute that lasts twice an exchange."""
-        self._transport.begin(2 * STEPS)
-        bare = self._steps({})
-        rounds = {size: self._rounds(2 * bare[f"beside {size}"]) for size in BESIDE}
-        loaded = self._steps(rounds)
-        added = []
-        for size in BESIDE:
-            alone = self._compute_s(rounds[size])
-            added.append((loaded[f"beside {size}"] - alone) / bare[f"beside {size}"])
-        self._transport.close()
-        return {"sizes": SIZES[1:], "seconds": [bare[str(size)] for size in SIZES[1:]], "added": added}
+        """Messages alone; exchanges without compute, then beside compute that lasts twice as long."""
+        handed, taken = self._alone()
+        link = self._link("beside", BESIDE)
+        bare = self._beside(link, {})
+        rounds = {size: self._rounds(2 * bare[size]) for size in BESIDE}
+        loaded = self._beside(link, rounds)
+        added = [(loaded[size] - self._compute_s(rounds[size])) / bare[size] for size in BESIDE]
+        link.close()
+        return {"handed": handed, "taken": taken, "added": added}
 
     def _rounds(self, seconds: float) -> int:
         return max(1, round(100 * seconds / self._compute_s(100)))
@@ -167,8 +204,7 @@ def _main(rank: int, kind: str, folder: Path) -> None:
     if kind == "cuda":
         torch.cuda.set_device(device)
     figures = _Player(rank, device, folder).play()
-    if rank == 0:
-        (folder / "figures").write_text(json.dumps(figures))
+    (folder / f"figures{rank}").write_text(json.dumps(figures))
 
 
 if __name__ == "__main__":

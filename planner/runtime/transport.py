@@ -157,34 +157,50 @@ class Group:
 # --- receiving --------------------------------------------------------------------------------------------------------
 
 
+class _Buffer:
+    """Bytes that messages are received into; free when no tensor shares them."""
+
+    __slots__ = ("_storage", "_unshared", "flat")
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.flat = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._storage = self.flat.untyped_storage()
+        self._unshared = torch._C._storage_Use_Count(self._storage._cdata)
+
+    @property
+    def is_free(self) -> bool:
+        return torch._C._storage_Use_Count(self._storage._cdata) <= self._unshared
+
+    def shaped(self, layout: Layout) -> torch.Tensor:
+        """A tensor over the buffer, which is in use as long as that lives."""
+        made = torch.empty(0, dtype=layout.dtype, device=self.flat.device)
+        return made.set_(self._storage, 0, layout.shape, layout.strides)
+
+
 class _Buffers:
-    """Flat byte buffers by size; one is free when nobody else shares its storage."""
+    """Buffers by size."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._all: dict[int, list[tuple[torch.Tensor, Any, int]]] = {}
+        self._all: dict[int, list[_Buffer]] = {}
         self.total_bytes = 0
 
-    def take(self, num_bytes: int) -> torch.Tensor:
-        """A free buffer of this size, to be handed back by ``give``."""
+    def take(self, num_bytes: int) -> _Buffer:
+        """A free buffer of this size."""
         row = self._all.setdefault(num_bytes, [])
-        for index, (flat, storage, unshared) in enumerate(row):
-            if torch._C._storage_Use_Count(storage._cdata) <= unshared:
-                del row[index]
-                return flat
+        for buffer in row:
+            if buffer.is_free:
+                return buffer
         self.total_bytes += num_bytes
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-
-    def give(self, flat: torch.Tensor) -> torch.UntypedStorage:
-        """Take a buffer back whose bytes are still in use: it is free once its storage is shared no more."""
-        storage = flat.untyped_storage()
-        entry = (flat, storage, torch._C._storage_Use_Count(storage._cdata))
-        self._all.setdefault(flat.numel(), []).append(entry)
-        return storage
+        row.append(_Buffer(num_bytes, self._device))
+        return row[-1]
 
 
 class _Inbox:
-    """All messages of one rank to this one, step after step in the same order."""
+    """All messages of one rank to this one, step after step in the same order.
+
+    A message's tensor is made when its receive is posted: once it is there, nothing is left to do.
+    """
 
     def __init__(self, group: Any, sender: int, kinds: Sequence[Kind], window: int, device: torch.device) -> None:
         self._group = group
@@ -193,7 +209,7 @@ class _Inbox:
         self._window = window
         self._device = device
         self._layouts: dict[Kind, Layout | None] = {}
-        self._flying: dict[int, tuple[Any, torch.Tensor | None, Layout | None]] = {}
+        self._flying: dict[int, tuple[Any, torch.Tensor | None]] = {}
         self._posted = self._taken = self._base = self._end = 0
 
     def begin(self, num_steps: int) -> None:
@@ -220,36 +236,34 @@ class _Inbox:
             if kind not in self._layouts:
                 self._layouts[kind] = self._told()
             self._post(self._layouts[kind], buffers)
-        work, flat, layout = self._flying.pop(number)
+        work, tensor = self._flying.pop(number)
         self._taken += 1
-        if layout is None:
-            return None
-        if flat is None:
-            return torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype, device=self._device)
-        self._wait(work)
-        storage = buffers.give(flat)
-        return torch.empty(0, dtype=layout.dtype, device=self._device).set_(storage, 0, layout.shape, layout.strides)
+        if work is not None:
+            self._wait(work)
+        return tensor
 
     def _post(self, layout: Layout | None, buffers: _Buffers) -> None:
-        flat = work = None
+        tensor = work = None
         if layout is not None and layout.num_bytes:
-            flat = buffers.take(layout.num_bytes)
-            try:
-                work = self._group.recv([flat], 0, 0)
-            except RuntimeError as error:
-                raise LostContactError(f"rank {self._sender}", error) from None
-        self._flying[self._posted] = (work, flat, layout)
+            buffer = buffers.take(layout.num_bytes)
+            tensor = buffer.shaped(layout)
+            work = self._receive(buffer.flat)
+        elif layout is not None:
+            tensor = torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype, device=self._device)
+        self._flying[self._posted] = (work, tensor)
         self._posted += 1
 
     def _told(self) -> Layout | None:
         header = torch.empty(HEADER_NUMBERS, dtype=torch.int64, device=self._device)
-        try:
-            work = self._group.recv([header], 0, 0)
-        except RuntimeError as error:
-            raise LostContactError(f"rank {self._sender}", error) from None
-        self._wait(work)
+        self._wait(self._receive(header))
         numbers = header.tolist()
         return None if numbers[0] == _ABSENT else Layout.from_numbers(numbers)
+
+    def _receive(self, flat: torch.Tensor) -> Any:
+        try:
+            return self._group.recv([flat], 0, 0)
+        except RuntimeError as error:
+            raise LostContactError(f"rank {self._sender}", error) from None
 
     def _wait(self, work: Any) -> None:
         try:
@@ -323,6 +337,15 @@ class _Sent:
             del entry, work, flat
 
 
+def _bytes_of(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """What a tensor spans in memory, as one dense row."""
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.is_contiguous() and not tensor.is_cuda:
+        return tensor  # gloo asks for no more
+    return tensor.as_strided((layout.span,), (1,)).view(torch.uint8)
+
+
 class _Outbox:
     """This rank's messages to one other."""
 
@@ -342,24 +365,26 @@ class _Outbox:
     def send(self, key: Key, tensor: torch.Tensor | None) -> None:
         """Hand a tensor over; does not wait."""
         self._number += 1
-        kind, layout = Kind(*key[:3]), None if tensor is None else Layout.of(tensor)
+        kind = key[:3]
         if kind not in self._layouts:
-            self._tell(kind, layout)
-        told = self._layouts[kind]
-        if tensor is None or layout is None or told is None:
-            assert told is layout, f"{key.name} is there in some steps and not in others"
+            self._tell(Kind(*kind), None if tensor is None else Layout.of(tensor))
+        told = self._layouts[kind]  # type: ignore[index]
+        if tensor is None or told is None:
+            assert (tensor is None) == (told is None), f"{key.name} is there in some steps and not in others"
             return
-        if told != layout:
-            if told.shape != layout.shape or told.dtype != layout.dtype:
-                raise TypeError(
-                    f"{key.name} is {layout.dtype} {list(layout.shape)} now and was {told.dtype} {list(told.shape)} "
-                    "before: what passes between stages must keep its shape"
-                )
-            tensor = torch.empty_strided(told.shape, told.strides, dtype=told.dtype, device=self._device).copy_(tensor)
-        if told.num_bytes:
-            flat = tensor.resolve_conj().resolve_neg() if tensor.is_complex() else tensor
-            flat = flat.as_strided((told.span,), (1,)).view(torch.uint8)
-            self._push(flat)
+        if tensor.stride() != told.strides or tensor.shape != told.shape or tensor.dtype is not told.dtype:
+            tensor = self._laid_out(tensor, told, key.name)
+        if tensor.numel():
+            self._push(_bytes_of(tensor, told))
+
+    def _laid_out(self, tensor: torch.Tensor, told: Layout, name: str) -> torch.Tensor:
+        """The tensor as all of its kind were said to be."""
+        if tensor.shape != told.shape or tensor.dtype is not told.dtype:
+            raise TypeError(
+                f"{name} is {tensor.dtype} {list(tensor.shape)} now and was {told.dtype} {list(told.shape)} "
+                "before: what passes between stages must keep its shape"
+            )
+        return torch.empty_strided(told.shape, told.strides, dtype=told.dtype, device=self._device).copy_(tensor)
 
     def _tell(self, kind: Kind, layout: Layout | None) -> None:
         if layout is not None and (layout.dtype not in _DTYPES or len(layout.shape) > _MAX_DIMS):
@@ -400,6 +425,7 @@ class Transport:
         """
         self._buffers = _Buffers(device)
         self._arrived = arrived
+        self._came: list[tuple[int, int]] = []
         self._inboxes: dict[int, _Inbox] = {}
         self._outboxes: dict[int, _Outbox] = {}
         for sender, receiver in pairs:
@@ -425,15 +451,21 @@ class Transport:
     def take(self, sender: int, place: int) -> torch.Tensor | None:
         """The tensor of message number ``place`` of this step from a rank, waited for; None where there is none."""
         tensor = self._inboxes[sender].take(place, self._buffers)
-        outbox = self._outboxes.get(sender)
-        if outbox is not None:
-            outbox.sent.let_go(outbox.base + self._arrived[sender][place])
+        self._came.append((sender, place))
         return tensor
 
     def post_ahead(self) -> None:
-        """Post the receives that the windows have room for."""
-        for inbox in self._inboxes.values():
-            inbox.post_ahead(self._buffers)
+        """After messages were taken: post the receives that have room now, and let go of what was sent and arrived.
+
+        Not at once when a message comes: its sender may still be busy handing it over, and a receive that is posted
+        then makes gloo's thread there spin on a lock that the sender holds.
+        """
+        for sender, place in self._came:
+            outbox = self._outboxes.get(sender)
+            if outbox is not None:
+                outbox.sent.let_go(outbox.base + self._arrived[sender][place])
+            self._inboxes[sender].post_ahead(self._buffers)
+        self._came.clear()
 
     def send(self, receiver: int, key: Key, tensor: torch.Tensor | None) -> None:
         """Hand a tensor over to a rank; does not wait."""
@@ -441,6 +473,7 @@ class Transport:
 
     def next_step(self) -> None:
         """The step's messages are all taken."""
+        self.post_ahead()
         for inbox in self._inboxes.values():
             inbox.next_step()
         for outbox in self._outboxes.values():
