@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -35,10 +35,46 @@ class Analysis:
     order_only: frozenset[tuple[int, int]]
 
 
+_Cut = Callable[[list[fx.Node], Trace, Dataflow], list[Segment]]
+"""Layers out of the activation ops in execution order."""
+
+
 def settled(
     lifted: Lifted, module: nn.Module, batch: Batch, granularity: Granularity, fakes: Fakes | None = None
 ) -> Analysis:
     """Analyse, insert the copies that turn out to be needed, and again until none is."""
+
+    def cut(live: list[fx.Node], seen: Trace, flow: Dataflow) -> list[Segment]:
+        def work(node: fx.Node) -> float:
+            return seen.facts[node].flops + 10.0 * _numel(seen, node)
+
+        parts = cutting.segments(live, lifted=lifted, root=module, work=work, granularity=granularity)
+        return cutting.merged(parts, _inseparable(parts, lifted, seen, flow))
+
+    return _settled(lifted, module, batch, cut, fakes)
+
+
+def settled_as(
+    like: Analysis,
+    lifted: Lifted,
+    layer_of: Mapping[fx.Node, int],
+    module: nn.Module,
+    batch: Batch,
+    fakes: Fakes | None = None,
+) -> Analysis:
+    """Analyse a graph that was written from another one and has its layers, given the layer of each op."""
+
+    def cut(live: list[fx.Node], seen: Trace, flow: Dataflow) -> list[Segment]:
+        parts = [Segment(name=part.name, kind=part.kind, modules=part.modules) for part in like.segments]
+        for node in live:
+            original = node.all_input_nodes[0] if node not in layer_of else node  # a copy lies where its original does
+            parts[layer_of[original]].nodes.append(node)
+        return parts
+
+    return replace(_settled(lifted, module, batch, cut, fakes), order_only=like.order_only)
+
+
+def _settled(lifted: Lifted, module: nn.Module, batch: Batch, cut: _Cut, fakes: Fakes | None) -> Analysis:
     parameters = dict(module.named_parameters())
     buffers = dict(module.named_buffers())
     while True:
@@ -47,14 +83,7 @@ def settled(
         if _copy_changed_inputs(lifted, seen, flow):
             continue
         live = [node for node in flow.live if flow.kinds[node] is Kind.ACTIVATION and node.op != "placeholder"]
-        parts = cutting.segments(
-            live,
-            lifted=lifted,
-            root=module,
-            work=lambda node: seen.facts[node].flops + 10.0 * _numel(seen, node),  # noqa: B023 - used within the round
-            granularity=granularity,
-        )
-        parts = cutting.merged(parts, _inseparable(parts, lifted, seen, flow))
+        parts = cut(live, seen, flow)
         layer_of = {node: index for index, part in enumerate(parts) for node in part.nodes}
         crossing = _crossing(parts, layer_of, seen, flow)
         if not _copy_gapped(lifted, crossing, layer_of, seen, flow):

@@ -158,7 +158,7 @@ def capture(
             analysis = settled(lifted, module, batch, granularity, fakes)
     except InputError as fault:
         raise InputError(f"{model_file.path}: {fault.message}", hint=fault.hint) from None
-    layers = _layers(analysis, module)
+    layers = layers_of(analysis, module)
     edges = _edges(analysis, microbatch_size)
     return Capture(
         model_file=model_file,
@@ -205,7 +205,8 @@ def capture_as(
 # --- records ----------------------------------------------------------------------------------------------------------
 
 
-def _layers(analysis: Analysis, module: nn.Module) -> tuple[CapturedLayer, ...]:
+def layers_of(analysis: Analysis, module: nn.Module) -> tuple[CapturedLayer, ...]:
+    """The record of every layer."""
     roles = analysis.lifted.roles
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     saved = _saved_bytes(analysis)

@@ -1,0 +1,185 @@
+"""What the ops of a tensor rank's graph do beside torch's own: collectives, and random numbers drawn for all ranks.
+
+``enter`` and ``leave`` are Megatron-LM's f and g: where a whole tensor enters ops that each rank does a part of, its
+gradient is the sum of the ranks'; where such ops end in a sum, the ranks add their parts.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from planner.capture.shard_split import Split
+
+aten = torch.ops.aten
+
+
+class TensorGroup(Protocol):
+    """The ranks that share a layer; every call waits for its end and gives all of them the same bits."""
+
+    def sum(self, tensor: Tensor) -> None:
+        """Put the sum over the ranks into a contiguous tensor."""
+
+    def max(self, tensor: Tensor) -> None:
+        """Put the largest over the ranks into a contiguous tensor."""
+
+
+class Collectives:
+    """The functions that a rank's graph calls. Without a ``group`` nothing is exchanged: for tracing and timing."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        self.size = size
+        self.rank = rank
+        self.group: TensorGroup | None = None
+
+    def enter(self, x: Tensor) -> Tensor:
+        """A whole tensor as the ops of one layer read it that do a part each."""
+        return _Enter.apply(x, self)  # type: ignore[no-any-return,no-untyped-call]
+
+    def leave(self, x: Tensor) -> Tensor:
+        """The sum of the ranks' parts."""
+        return _Leave.apply(x, self)  # type: ignore[no-any-return,no-untyped-call]
+
+    def summed(self, tensor: Tensor) -> Tensor:
+        """The sum over the ranks, laid out as the tensor is (dense)."""
+        out = tensor.clone()
+        if self.group is not None:
+            self.group.sum(out.as_strided((out.numel(),), (1,)))
+        return out
+
+    def largest(self, tensor: Tensor) -> Tensor:
+        """The largest over the ranks, put into the tensor."""
+        if self.group is not None:
+            self.group.max(tensor)
+        return tensor
+
+    def cross_entropy(
+        self,
+        logits: Tensor,
+        target: Tensor,
+        first: int,
+        classes: int,
+        reduction: int,
+        ignored: int,
+        smoothing: float,
+    ) -> Tensor:
+        """Cross entropy of logits [samples, classes held here, ...]: classes ``first``, ... of ``classes`` in all."""
+        last = logits.movedim(1, -1) if logits.dim() > 1 else logits
+        rows = _CrossEntropy.apply(last, target, (first, classes, ignored, smoothing), self)  # type: ignore[no-untyped-call]
+        if reduction == _NONE:
+            return rows  # type: ignore[no-any-return]
+        total: Tensor = rows.sum()
+        if reduction == _SUM:
+            return total
+        mean: Tensor = total / (target != ignored).sum().to(total.dtype)
+        return mean
+
+    def dropout(
+        self, x: Tensor, p: float, shape: list[int], stride: list[int], dim: int, sections: list[int]
+    ) -> Tensor:
+        """Dropout that draws for the whole tensor, as one process does, and takes this rank's part."""
+        whole = torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device)
+        noise = Split(dim, tuple(sections)).part(whole.bernoulli_(1 - p), self.size, self.rank)
+        return x * (noise / (1 - p) if p < 1 else noise)
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        p: float,
+        causal: bool,
+        scale: float | None,
+        grouped: bool,
+        shape: list[int],
+        dim: int,
+        sections: list[int],
+    ) -> Tensor:
+        """Attention with dropout: its noise of ``shape`` (scores of all ranks) is drawn as one process draws it.
+
+        The steps are those of torch's own composite, which is what has dropout on the CPU.
+        """
+        noise = torch.empty(shape, dtype=query.dtype, device=query.device).bernoulli_(1 - p)
+        factor = (query.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
+        if grouped:
+            key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+            value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+        scores = (query * factor) @ (key * factor).transpose(-2, -1)
+        if causal:
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else scores + mask
+        kept = Split(dim, tuple(sections)).part(noise, self.size, self.rank)
+        return (scores.softmax(-1) * (kept / (1 - p) if p < 1 else kept)) @ value
+
+
+Collectives.dropout.draws = True  # type: ignore[attr-defined]
+Collectives.attention.draws = True  # type: ignore[attr-defined]
+
+_NONE, _SUM = 0, 2  # torch's reductions; 1 is the mean
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, collectives: Collectives) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.collectives = collectives
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        return None if gradient is None else ctx.collectives.summed(gradient), None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, collectives: Collectives) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return collectives.summed(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        return gradient, None
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Loss of each sample; the logits' last dimension is split over the ranks.
+
+    With m the largest logit and s the sum of exp(logit - m), over the classes of all ranks:
+
+        loss = log s - (1 - e) (logit of the target - m) - e (mean logit - m),   e: label smoothing
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, settings: tuple[int, int, int, float], collectives: Collectives
+    ) -> Tensor:
+        first, classes, ignored, smoothing = settings
+        wide = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+        shifted = wide - collectives.largest(wide.amax(-1).contiguous()).unsqueeze(-1)
+        place = target - first
+        here = (place >= 0) & (place < logits.shape[-1])
+        place = place.clamp(0, logits.shape[-1] - 1).unsqueeze(-1)
+        of_target = shifted.gather(-1, place).squeeze(-1) * here
+        weights = shifted.exp()
+        parts = [weights.sum(-1), of_target, *([shifted.sum(-1)] if smoothing else [])]
+        total, of_target, *of_all = collectives.summed(torch.stack(parts)).unbind()
+        loss = total.log() - (1 - smoothing) * of_target
+        if smoothing:
+            loss = loss - smoothing / classes * of_all[0]
+        counted = target != ignored
+        ctx.save_for_backward(weights.div_(total.unsqueeze(-1)), place, here & counted, counted)
+        ctx.share, ctx.smoothing = smoothing / classes, smoothing
+        ctx.dtype = logits.dtype
+        return torch.where(counted, loss, 0.0).to(logits.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        softmax, place, here, counted = ctx.saved_tensors
+        made = softmax - ctx.share if ctx.share else softmax.clone()
+        made.scatter_add_(-1, place, (here.to(made.dtype) * (ctx.smoothing - 1)).unsqueeze(-1))
+        made *= (gradient * counted).unsqueeze(-1)
+        return made.to(ctx.dtype), None, None, None

@@ -1,0 +1,322 @@
+"""Tensor parallel: T processes, each with its part of every layer, against one process that has the whole."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.fx import Graph
+
+from planner.capture import Capture, capture, load_model_file
+from planner.capture.shard import shard
+from planner.capture.shard_split import Shard, Split
+from planner.capture.shard_views import ways
+from planner.errors import InputError
+from tests.capture.pipelines import Pipeline, Trained, differences, even_cut, gpipe
+from tests.capture.real_models import REAL_MODELS
+from tests.capture.tensor_ranks import Step, gathered, largest_difference, trained
+from tests.capture.test_real_models import needs
+
+EXAMPLES = Path(__file__).parents[2] / "planner" / "examples"
+MICROBATCHES = 2
+
+
+def captured_of(path: Path, text: str, *, size: int = 2) -> Capture:
+    torch.set_num_threads(1)
+    path.write_text(text)
+    return capture(load_model_file(path), microbatch_size=size)
+
+
+def whole_step(captured: Capture) -> Trained:
+    batch = next(captured.model_file.data(MICROBATCHES * captured.microbatch_size))
+    return Pipeline(captured, even_cut(captured, 1)).step(batch, MICROBATCHES, actions=gpipe(1, MICROBATCHES))
+
+
+def sharded_steps(captured: Capture, tensor: int, *steps: Step) -> list[Trained]:
+    batch = next(captured.model_file.data(MICROBATCHES * captured.microbatch_size))
+    runs = trained(captured, batch, MICROBATCHES, tensor=tensor, steps=steps)
+    return [gathered(captured, run) for run in runs]
+
+
+def share_of(captured: Capture, tensor: int) -> float:
+    """Of the parameters, on rank 0."""
+    own = shard(captured, tensor=tensor).module
+    return sum(p.numel() for p in own.parameters()) / sum(p.numel() for p in captured.module.parameters())
+
+
+def test_two_ranks_train_gpt_as_one_process_and_alike_in_any_cut(tmp_path: Path) -> None:
+    text = (EXAMPLES / "gpt.py").read_text().replace("BLOCKS = 12", "BLOCKS = 3")
+    captured = captured_of(tmp_path / "gpt.py", text)
+    one, *others = sharded_steps(captured, 2, Step(), Step(2), Step(4, split=True), Step(3, split=True, recompute=True))
+    difference, name = largest_difference(whole_step(captured), one)
+    assert difference < 1e-5, name
+    assert [differences(one, other) for other in others] == [[]] * 3
+    assert share_of(captured, 2) < 0.53
+
+
+# --- one rule after another -------------------------------------------------------------------------------------------
+
+MODEL = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(12, {width})
+        self.outer = nn.Linear({into}, 12)
+        {parts}
+
+    def forward(self, x):
+        y = self.inner(x)
+        {body}
+        return self.outer(y)
+
+def model():
+    return Model()
+
+def batch(size):
+    return torch.randn(size, 6, 12), torch.randn(size, 6, 12)
+
+def loss(output, target):
+    return ((output - target) ** 2).mean()
+"""
+
+HEADS = "y = y.view(*y.shape[:2], {}, 4).transpose(1, 2); "
+MERGED = "y = y.transpose(1, 2).reshape(*x.shape[:2], -1)"
+EACH = "q, k, v = (t.view(*x.shape[:2], -1, 4).transpose(1, 2) for t in (q, k, v)); "
+ATTENTION = "y = F.scaled_dot_product_attention(q, k, v, {}); "
+SCALE = "self.scale = nn.Parameter(torch.randn(8))"
+
+# outputs of the one linear layer, inputs of the other, what else the model holds, what lies between the two
+RULES: dict[str, tuple[int, int, str, str]] = {
+    "pointwise": (8, 8, "", "y = F.gelu(y) * torch.sigmoid(y) + 1"),
+    "in place": (8, 8, "", "y = y.mul_(2).add_(y)"),
+    "uneven": (7, 7, "", "y = torch.tanh(y)"),
+    "gate by chunk": (16, 8, "", "a, b = y.chunk(2, -1); y = F.silu(a) * b"),
+    "gate by slices": (20, 10, "", "y = F.silu(y[..., :10]) * y[..., 10:]"),
+    "gate by split": (12, 4, "", "a, b, c = y.split([4, 4, 4], -1); y = a * b - c"),
+    "weight for each column": (8, 8, SCALE, "y = y * self.scale"),
+    "whole tensor beside": (8, 8, SCALE, "y = torch.stack([y, y + self.scale * x[..., :8]]).sum(0)"),
+    "mean over the split": (8, 8, SCALE, "y = y * torch.rsqrt((y * y).mean(-1, keepdim=True) + 1) * self.scale"),
+    "sum over the split": (8, 8, "", "y = y * torch.sigmoid(y.sum(-1, keepdim=True))"),
+    "softmax over samples": (8, 8, "", "y = y.softmax(1) + y.log_softmax(1)"),
+    "norm within heads": (16, 16, "self.norm = nn.LayerNorm(4)", HEADS.format(4) + "y = self.norm(y); " + MERGED),
+    "dropout": (8, 8, "", "y = F.dropout(y, 0.5)"),
+    "dropout of what is turned": (16, 16, "", HEADS.format(4) + "y = F.dropout(y, 0.3); " + MERGED),
+    "flattened and back": (8, 8, "", "y = y.flatten(0, 1); y = y.unflatten(0, (x.shape[0], 6))"),
+    "heads folded into samples": (
+        *(16, 16, ""),
+        HEADS.format(4) + "y = y.flatten(0, 1); y = (y @ y.transpose(1, 2) @ y).view(x.shape[0], 4, 6, 4); " + MERGED,
+    ),
+    "padded": (8, 8, "", "y = F.pad(y, (0, 0, 1, 1))[:, 1:-1]"),
+    "rotary": (16, 16, "", HEADS.format(4) + "y = y + torch.cat([-y[..., 2:], y[..., :2]], -1); " + MERGED),
+    "heads repeated by expand": (
+        *(8, 16, ""),
+        HEADS.format(2) + "y = y[:, :, None].expand(-1, -1, 2, -1, -1).reshape(x.shape[0], 4, 6, 4); " + MERGED,
+    ),
+    "fused attention": (
+        *(36, 12, ""),
+        "q, k, v = y.view(*x.shape[:2], 3, 3, 4).permute(2, 0, 3, 1, 4).unbind(0); "
+        + (ATTENTION.format("is_causal=True") + MERGED),
+    ),
+    "fused keys and values": (
+        *(32, 16, "self.q = nn.Linear(12, 16)"),
+        "k, v = y.view(*x.shape[:2], 2, 4, 4).permute(2, 0, 3, 1, 4).unbind(0); "
+        + ("q = self.q(x).view(*x.shape[:2], 4, 4).transpose(1, 2); " + ATTENTION.format("") + MERGED),
+    ),
+    "attention with dropout": (
+        *(48, 16, ""),
+        "q, k, v = y.chunk(3, -1); " + EACH + ATTENTION.format("dropout_p=0.4") + MERGED,
+    ),
+    "grouped queries": (
+        *(32, 16, ""),
+        "q, k, v = y.split([16, 8, 8], -1); " + EACH + ATTENTION.format("enable_gqa=True") + MERGED,
+    ),
+    "one head of keys": (
+        *(16, 16, "self.kv = nn.Linear(12, 8)"),
+        HEADS.format(4)
+        + "q, (k, v) = y, self.kv(x)[:, None].chunk(2, -1); "
+        + (ATTENTION.format("dropout_p=0.2, enable_gqa=True") + MERGED),
+    ),
+    "attention by hand": (
+        *(16, 16, "self.bias = nn.Embedding(9, 4)"),
+        HEADS.format(4)
+        + "b = self.bias(torch.arange(36).view(6, 6) % 9).permute(2, 0, 1); "
+        + ("y = ((y @ y.transpose(-1, -2)) / 2 + b).softmax(-1) @ y; " + MERGED),
+    ),
+    "matrix turned round": (
+        *(8, 8, "self.w = nn.Parameter(torch.randn(8, 12))"),
+        "z = torch.tanh(y) @ self.w; y = torch.relu(torch.matmul(z, self.w.t()))",
+    ),
+    "module called twice": (8, 8, "", "y = torch.relu(self.inner(self.outer(torch.relu(y))))"),
+}
+WHOLE = {
+    "over the split dimension": (8, 8, "self.norm = nn.LayerNorm(8)", "y = self.norm(y)"),
+    "an op without a rule": (8, 8, "", "y = torch.fft.fft(y).real"),
+    "heads that do not divide": (12, 12, "", HEADS.format(3) + "y = y @ y.transpose(-1, -2) @ y; " + MERGED),
+    "a weight read in two ways": (8, 8, "", "y = torch.relu(y) + self.inner.weight.sum()"),
+    "cut anew": (12, 4, "", "a, b = y.split([8, 4], -1); y = (a[..., :4] + a[..., 4:]) * b"),
+}
+
+
+@pytest.mark.parametrize("name", [*RULES, *WHOLE])
+def test_a_rule(name: str, tmp_path: Path) -> None:
+    """In float64, so that all beyond rounding shows; the first linear is split by columns where there is a rule."""
+    width, into, parts, body = (RULES | WHOLE)[name]
+    text = MODEL.format(width=width, into=into, parts=parts, body=body)
+    torch.set_default_dtype(torch.float64)
+    try:
+        captured = captured_of(tmp_path / "rule.py", text)
+        size = 3 if name in ("fused attention",) else 2
+        own = shard(captured, tensor=size)
+        assert own.sharding is not None
+        assert ("inner.weight" in own.sharding.parameters) == (name in RULES)
+        (step,) = sharded_steps(captured, size, Step(split=True))
+        difference, where = largest_difference(whole_step(captured), step)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert difference < 1e-12, where
+    if name in WHOLE:
+        told = {module: why for layer in own.sharding.layers for module, why in layer.whole}
+        assert told["inner"]
+
+
+ENDS = {
+    "mean": "F.cross_entropy(output.flatten(0, 1), target.flatten())",
+    "sum": "F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction='sum') / 12",
+    "each": "F.cross_entropy(output.transpose(1, 2), target, reduction='none').mean()",
+    "smoothed": "F.cross_entropy(output.flatten(0, 1), target.flatten(), label_smoothing=0.2)",
+    "ignored": "F.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=2)",
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+@pytest.mark.parametrize("classes", [10, 11])
+def test_words_in_and_words_out_are_split_over_the_vocabulary(name: str, classes: int, tmp_path: Path) -> None:
+    text = f"""
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding({classes}, 12, padding_idx=7)
+        self.head = nn.Linear(12, {classes}, bias={classes == 10})
+        self.head.weight = self.words.weight
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.words(x)))
+
+def model():
+    return Model()
+
+def batch(size):
+    return torch.randint({classes}, (size, 6)), torch.randint({classes}, (size, 6))
+
+def loss(output, target):
+    return {ENDS[name]}
+"""
+    torch.set_default_dtype(torch.float64)
+    try:
+        captured = captured_of(tmp_path / "words.py", text)
+        (step,) = sharded_steps(captured, 2, Step(stages=2, split=True))
+        difference, where = largest_difference(whole_step(captured), step)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert difference < 1e-12, where
+    assert share_of(captured, 2) < 0.56
+
+
+def test_a_model_without_linear_layers_cannot_be_split(tmp_path: Path) -> None:
+    text = """
+import torch
+from torch import nn
+
+def model():
+    return nn.Conv1d(3, 4, 1)
+
+def batch(size):
+    return torch.randn(size, 3, 5), torch.randn(size, 4, 5)
+
+def loss(output, target):
+    return ((output - target) ** 2).mean()
+"""
+    captured = captured_of(tmp_path / "convolution.py", text)
+    with pytest.raises(InputError, match="no layer can be split over 2 tensor ranks"):
+        shard(captured, tensor=2)
+
+
+# --- what views do ----------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(0, 2), st.integers(2, 4))
+def test_parts_make_the_whole(sections: list[int], dim: int, size: int) -> None:
+    split = Split(dim, tuple(sections))
+    shape = [2, 2, 2]
+    shape[dim] = sum(sections)
+    whole = torch.arange(math.prod(shape)).view(shape)
+    parts = [split.part(whole, size, rank) for rank in range(size)]
+    assert [part.shape[dim] for part in parts] == [split.local(size, rank) for rank in range(size)]
+    assert torch.equal(split.whole(parts), whole)
+
+
+@given(st.data())
+def test_a_view_of_the_parts_is_a_part_of_the_view(data: st.DataObject) -> None:
+    """However a shape is cut or run together, each way that is offered holds for every rank."""
+    size = data.draw(st.integers(2, 3))
+    factors = data.draw(st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=5))
+
+    def grouped() -> list[int]:
+        marks = data.draw(st.lists(st.booleans(), min_size=len(factors), max_size=len(factors)))
+        shape = [factors[0]]
+        for factor, joins in zip(factors[1:], marks[1:], strict=True):
+            if joins:
+                shape[-1] *= factor
+            else:
+                shape.append(factor)
+        return shape
+
+    shape, into = grouped(), grouped()
+    dims = [dim for dim, extent in enumerate(shape) if extent >= size]
+    if not dims:
+        return
+    dim = data.draw(st.sampled_from(dims))
+    pieces = data.draw(st.sampled_from([n for n in (1, 2, 3) if shape[dim] % n == 0 and shape[dim] // n >= size]))
+    node = Graph().placeholder("source")
+    shard_ = Shard(Split(dim, (shape[dim] // pieces,) * pieces), frozenset({node}), raw=True)
+    whole = torch.arange(math.prod(shape)).view(shape)
+    for way in ways(shard_, shape, into, size):
+        before = Split(dim, way.source or shard_.sections)
+        after = Split(way.dim, way.sections)
+        for rank in range(size):
+            local = list(into)
+            local[way.dim] = after.local(size, rank)
+            part = before.part(whole, size, rank)
+            assert torch.equal(part.reshape(local), after.part(whole.view(into), size, rank))
+
+
+# --- real models ------------------------------------------------------------------------------------------------------
+
+MOST = {"gpt2": 0.51, "llama": 0.52, "t5": 0.51, "bert": 0.57, "vit": 0.54, "whisper": 0.54, "mixtral": 0.51,
+        "transformer": 0.80, "unet2d": 0.92}  # fmt: skip
+"""The share of the parameters that one of two ranks may hold."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs[name]) for name in MOST])
+def test_a_real_model_on_several_ranks_is_that_of_one(name: str, size: int, tmp_path: Path) -> None:
+    captured = captured_of(tmp_path / f"{name}.py", REAL_MODELS[name])
+    one, *others = sharded_steps(captured, size, Step(), Step(4), Step(8, split=True, recompute=True))
+    difference, where = largest_difference(whole_step(captured), one)
+    assert difference < 1e-5, where
+    assert [differences(one, other) for other in others] == [[]] * 2
+    if size == 2:
+        assert share_of(captured, 2) < MOST[name]
