@@ -93,18 +93,22 @@ class ModelFile:
             raise self.fault("optimizer", f"returned {shown(made)}", "return a torch.optim.Optimizer")
         return made
 
-    def data(self, size: int, *, seed: int = 0) -> Iterator[Batch]:
+    def data(
+        self, size: int, *, seed: int = 0, first: int = 0, skipped: Callable[[], None] = lambda: None
+    ) -> Iterator[Batch]:
         """Endless training data, ``size`` samples an item, the same on every rank for one seed.
 
         data() that ends is started again. What it draws at random comes from a stream of its own, so that neither the
-        model's dropout nor the order in which ranks ask can change it.
+        model's dropout nor the order in which ranks ask can change it. ``first``: the number of the item to begin with;
+        ``skipped`` is called for each one before it that data() gave.
         """
         if "data" not in self.functions:
-            for step in itertools.count():
+            for step in itertools.count(first):
                 with RandomStream(folded(seed, step)):
                     batch = self.batch(size)
                 yield batch
         stream = RandomStream(seed)
+        left = first
         while True:
             with stream:
                 items = self._iterate(size)
@@ -115,6 +119,10 @@ class ModelFile:
                 if item is None:
                     break
                 empty = False
+                if left:
+                    left -= 1
+                    skipped()
+                    continue
                 yield check(item, size=size, where=self.place("data"))
             if empty:
                 raise self.fault("data", "gave nothing", f"yield (inputs, target) of {size} samples each")

@@ -25,15 +25,20 @@ def register(app: typer.Typer) -> None:
 
 def run(
     plan: Path = typer.Argument(help="The plan file."),
-    steps: int = typer.Option(20, min=1, help="Optimizer steps in all."),
+    steps: int = typer.Option(20, min=1, help="Optimizer steps in all, those before --resume counted."),
     seed: int = typer.Option(0, min=0, help="Decides weights, data and dropout."),
-    verify: bool = typer.Option(False, "--verify", help="Train the first steps in one process too, and compare."),
+    verify: bool = typer.Option(False, "--verify", help="Train the first 3 steps in one process too, and compare."),
     timeout: float | None = typer.Option(
         None, min=0.1, help="Seconds without progress after which the run is stuck. Default: 60, or ten iterations."
     ),
     nnodes: int = typer.Option(1, min=1, help="Machines; give the same command on each."),
     node_rank: int = typer.Option(0, min=0, help="Which of them this is."),
     rdzv_endpoint: str | None = typer.Option(None, metavar="HOST:PORT", help="Where they meet: machine 0."),
+    checkpoint: Path | None = typer.Option(
+        None, metavar="DIR", help="Keep the newest 3 checkpoints there; one is made after the last step."
+    ),
+    checkpoint_every: int | None = typer.Option(None, min=1, metavar="N", help="Make one after every N steps too."),
+    resume: bool = typer.Option(False, "--resume", help="Go on from the newest checkpoint of --checkpoint."),
     log: Path | None = typer.Option(None, help="Write a JSON line a step: step, loss, seconds, samples per second."),
     as_json: bool = typer.Option(False, "--json", help="Print the result as one JSON document."),
 ) -> None:
@@ -44,6 +49,7 @@ def run(
     from planner.plan import read_plan
     from planner.plan.check import check_plan, profile_of
     from planner.runtime.run import RunOptions, run_plan
+    from planner.runtime.saved import newest, step_of
 
     options = RunOptions(
         steps=steps,
@@ -53,6 +59,9 @@ def run(
         nnodes=nnodes,
         node_rank=node_rank,
         endpoint=rdzv_endpoint,
+        checkpoints=checkpoint,
+        checkpoint_every=checkpoint_every,
+        resume=resume,
     )
     said = read_plan(plan)
     with suppress(InputError):  # a run needs no profile: one that is not there tells nothing
@@ -60,7 +69,8 @@ def run(
         warn_if_stale(said, profile, plan)
         for overflow in check_plan(said, profile).overflows:
             err.print(f"remark: does not fit: {overflow}", markup=False, soft_wrap=True)
-    with _Progress(steps, said.batch.global_batch, log) as progress:
+    found = newest(checkpoint) if checkpoint and resume else None
+    with _Progress(steps, said.batch.global_batch, log, start=step_of(found) if found else 0) as progress:
         outcome = run_plan(plan, options, progress)
     if outcome is None:
         err.print("done; node 0 tells the result")
@@ -81,8 +91,10 @@ def run(
 class _Progress:
     """The live view on stderr: a bar in a terminal, a few lines where there is none; and the log file."""
 
-    def __init__(self, steps: int, samples: int, log: Path | None) -> None:
+    def __init__(self, steps: int, samples: int, log: Path | None, *, start: int) -> None:
+        """``start``: the step that the run goes on from; the log's lines of steps before it stay."""
         self._steps = steps
+        self._start = start
         self._samples = samples
         self._log_path = log
         self._log: TextIO | None = None
@@ -94,7 +106,9 @@ class _Progress:
 
         if self._log_path is not None:
             try:
+                earlier = _lines_before(self._start, self._log_path)
                 self._log = self._log_path.open("w", buffering=1)
+                self._log.writelines(earlier)
             except OSError as error:
                 raise InputError(f"--log {self._log_path}: {error.strerror}", hint="name a file") from None
         if err.is_terminal:
@@ -136,6 +150,17 @@ class _Progress:
             err.print(text.rstrip(), markup=False, soft_wrap=True)
 
 
+def _lines_before(step: int, log: Path) -> list[str]:
+    """The lines of a log, whole ones, of the steps before ``step``."""
+    lines = []
+    if step and log.exists():
+        for line in log.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+            with suppress(ValueError, KeyError, TypeError):
+                if json.loads(line)["step"] < step:
+                    lines.append(line)
+    return lines
+
+
 def _show(outcome: Outcome) -> None:
     """Predicted beside measured, and what to do about it."""
     from rich.table import Table
@@ -151,6 +176,9 @@ def _show(outcome: Outcome) -> None:
         off = f"{measured / foretold - 1:+.1%}" if foretold else ""
         table.add_row(name, "" if foretold is None else show(foretold), show(measured), off)
 
+    if outcome.measured is None:
+        out.print(f"{outcome.advice}; weights {result.weights_sha256[:12]}", soft_wrap=True)
+        return
     row("iteration", predicted.iteration_s if predicted else None, outcome.measured.iteration_s, format_seconds)
     bubble = outcome.measured.bubble_fraction
     foretold_bubble = "" if predicted is None else f"{predicted.bubble_fraction:.1%}"

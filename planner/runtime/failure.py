@@ -25,6 +25,8 @@ _PHASES = {
     State.OPTIMIZER: "in the optimizer step",
     State.VERIFYING: "training in one process to compare",
     State.ENDING: "while ending",
+    State.CHECKPOINT: "in a checkpoint",
+    State.WAITING: "waiting for the others",
 }
 
 

@@ -18,8 +18,16 @@ class RunJob:
     model_path: Path
     steps: int
     seed: int
+    start: int
+    """The step that it goes on from: 0, or that of the checkpoint."""
     verify_steps: int
     """How many of the steps are also trained in one process; 0: none."""
+    checkpoints: Path | None
+    """The folder of the checkpoints."""
+    checkpoint_every: int | None
+    """Steps between checkpoints; None: only after the last step."""
+    resume: Path | None
+    """The checkpoint that it goes on from."""
     device: str
     folder: Path
     """Of this machine's board and stacks."""

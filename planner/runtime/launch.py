@@ -180,7 +180,7 @@ class _Watch:
         self._there = [time.monotonic()] * self._num_local
         self._elsewhere: dict[int, bytes] = {}
         self._elsewhere_moved = time.monotonic()
-        self._steps_seen = 0
+        self._steps_seen = job.start
         self._longest_s: float | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
@@ -245,7 +245,7 @@ class _Watch:
             loss, seconds = self._board.row(process, step)
             self._longest_s = max(self._longest_s or 0.0, seconds)
             self._listener.step(step, loss, seconds)
-        self._steps_seen = done
+        self._steps_seen = max(self._steps_seen, done)
 
     def _loss_process(self) -> int | None:
         """The process of this machine that makes the loss: of the last stage and the first replica."""

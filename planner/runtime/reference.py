@@ -13,7 +13,9 @@ from torch import Tensor
 from planner.capture import Batch, Capture, EagerReference, ModelFile
 from planner.capture.batch import to_device
 from planner.runtime.board import State, Writer
+from planner.runtime.checkpoint import Part, WholeModel
 from planner.runtime.messages import rank_programs
+from planner.runtime.optimizer import NamedOptimizer
 from planner.runtime.trainer import Shape, Trainer, initial_weights, routes_of
 from planner.schedules import Action, Letter
 
@@ -37,6 +39,8 @@ def train_whole(
     model_file: ModelFile,
     captured: Capture,
     *,
+    start: int,
+    restore: Callable[[Part], None],
     batches: Callable[[], Iterator[Batch]],
     num_steps: int,
     shape: Shape,
@@ -44,16 +48,20 @@ def train_whole(
     device: torch.device,
     board: Writer,
 ) -> Reference:
-    """Train with all layers in one stage, micro-batches one after another; replicas too, then adding their sums."""
+    """Train with all layers in one stage, micro-batches one after another; replicas too, then adding their sums.
+
+    ``start``: the first step, before which ``restore`` puts a checkpoint in, where there is one.
+    """
     programs = captured.stages([[layer.name for layer in captured.layers]])
     found = routes_of(captured, programs, ranks=[0])
     order = tuple(
         Action(0, letter, m) for m in range(shape.num_microbatches) for letter in (Letter.FORWARD, Letter.BACKWARD)
     )
     (program,) = rank_programs((order,), found, seconds=lambda action: 0.0)
+    module = initial_weights(model_file, seed)
     trainer = Trainer(
         model_file=model_file,
-        module=initial_weights(model_file, seed),
+        module=module,
         programs=programs,
         recompute=[False],
         found=found,
@@ -65,9 +73,11 @@ def train_whole(
         group=None,
         board=board,
     )
-    losses = tuple(trainer.step(step, batch).loss for step, batch in enumerate(islice(batches(), num_steps)))
-    weights = {name: parameter.detach().cpu() for name, parameter in trainer.parameters.items()}
-    eager = _eager_losses(model_file, captured, batches=batches(), num_steps=num_steps, seed=seed, board=board)
+    restore(trainer)
+    steps = list(enumerate(islice(batches(), num_steps), start))
+    losses = tuple(trainer.step(step, batch).loss for step, batch in steps)
+    weights = {name: parameter.detach().cpu() for name, parameter in module.named_parameters()}
+    eager = _eager_losses(model_file, captured, restore=restore, steps=steps, seed=seed, board=board)
     return Reference(
         losses=losses,
         weights=weights,
@@ -76,16 +86,24 @@ def train_whole(
 
 
 def _eager_losses(
-    model_file: ModelFile, captured: Capture, *, batches: Iterator[Batch], num_steps: int, seed: int, board: Writer
+    model_file: ModelFile,
+    captured: Capture,
+    *,
+    restore: Callable[[Part], None],
+    steps: Sequence[tuple[int, Batch]],
+    seed: int,
+    board: Writer,
 ) -> tuple[float, ...] | None:
     """What the user's own model loses in plain PyTorch, one mean a step, with dropout drawn alike.
 
     None where the two do not draw random numbers equally often, so that nothing can be compared.
     """
     eager = EagerReference(captured)
-    optimizer = model_file.optimizer(eager.module.parameters())
+    parameters = dict(eager.module.named_parameters())
+    optimizer = NamedOptimizer(model_file.optimizer(parameters.values()), parameters)
+    restore(WholeModel(parameters=parameters, buffers=dict(eager.module.named_buffers()), optimizer=optimizer))
     means = []
-    for step, batch in enumerate(islice(batches, num_steps)):
+    for step, batch in steps:
         board.at(State.VERIFYING)
         losses = eager.step(to_device(batch, captured.device), seed=seed, step=step)
         optimizer.step()

@@ -65,10 +65,10 @@ class Measured:
 
 @record
 class Outcome:
-    """A run's result, and what is said about it."""
+    """A run's result, and what is said about it; ``measured`` is None where no step was left to do."""
 
     result: RunResult
-    measured: Measured
+    measured: Measured | None
     advice: str
 
 
@@ -88,14 +88,16 @@ def outcome_of(plan: Plan, told: Sequence[Mapping[str, Any]], *, crowded: bool) 
         iterations.append(ended - start)
         bubbles.append(1 - sum(process["busy"][step] for process in told) / (len(told) * makespan))
     steady = slice(1, None) if num_steps > 1 else slice(None)
-    measured = Measured(iteration_s=median(iterations[steady]), bubble_fraction=median(bubbles[steady]))
+    measured = None
+    if num_steps:
+        measured = Measured(iteration_s=median(iterations[steady]), bubble_fraction=median(bubbles[steady]))
     ranks = []
     for rank in range(plan.parallel.pipeline):
         mine = [process for process in told if process["rank"] == rank]
         ranks.append(
             RankResult(
                 rank=rank,
-                busy_s=max(median(process["busy"][steady]) for process in mine),
+                busy_s=max(median(process["busy"][steady] or [0.0]) for process in mine),
                 peak_memory_bytes=max(process["peak_memory_bytes"] for process in mine),
             )
         )
@@ -112,9 +114,11 @@ def outcome_of(plan: Plan, told: Sequence[Mapping[str, Any]], *, crowded: bool) 
     return Outcome(result=result, measured=measured, advice=_advice(plan, result, measured, crowded=crowded))
 
 
-def _advice(plan: Plan, result: RunResult, measured: Measured, *, crowded: bool) -> str:
+def _advice(plan: Plan, result: RunResult, measured: Measured | None, *, crowded: bool) -> str:
     """One line: where the run differs from the prediction, and what to do about it."""
     predicted = plan.predicted
+    if measured is None:
+        return "the checkpoint has all steps already: nothing was left to do"
     if predicted is None:
         return "the plan holds no prediction; pipeplan check --write adds it"
     over = measured.iteration_s / predicted.iteration_s - 1 if predicted.iteration_s else 0.0

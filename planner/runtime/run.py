@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from planner.errors import InputError
-from planner.files import json_text, plain
+from planner.files import check_writable, json_text, plain
 from planner.plan import Plan, read_plan, schedule_of
 from planner.record import record
+from planner.runtime.saved import newest, read_saved
 from planner.runtime.server import start_server
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ class RunOptions:
     nnodes: int = 1
     node_rank: int = 0
     endpoint: str | None = None
+    checkpoints: Path | None = None
+    checkpoint_every: int | None = None
+    resume: bool = False
 
 
 def run_plan(path: Path, options: RunOptions, listener: Listener) -> Outcome | None:
@@ -52,6 +56,7 @@ def run_plan(path: Path, options: RunOptions, listener: Listener) -> Outcome | N
     model_path = Path(os.path.realpath(path.parent / plan.model.source))
     if not model_path.is_file():
         raise InputError(f"{path}: model.source: there is no file {model_path}", hint="correct it in the plan")
+    resumed, start = _resumed(plan, options)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     start_server()
@@ -65,7 +70,10 @@ def run_plan(path: Path, options: RunOptions, listener: Listener) -> Outcome | N
     if crowded:
         listener.remark(f"{num_local} processes share {_num_cores()} cores: times mean little")
     host, port = _meeting(options)
-    asked = {"plan": plain(plan), "steps": options.steps, "seed": options.seed, "verify": options.verify}
+    asked = {
+        "plan": plain(plan), "steps": options.steps, "seed": options.seed, "verify": options.verify,
+        "checkpoints": options.checkpoints is not None, "every": options.checkpoint_every, "start": start,
+    }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="pipeplan-run-") as folder:
         job = RunJob(
             plan=plan,
@@ -73,7 +81,11 @@ def run_plan(path: Path, options: RunOptions, listener: Listener) -> Outcome | N
             model_path=model_path,
             steps=options.steps,
             seed=options.seed,
-            verify_steps=min(VERIFY_STEPS, options.steps) if options.verify else 0,
+            start=start,
+            verify_steps=min(VERIFY_STEPS, options.steps - start) if options.verify else 0,
+            checkpoints=options.checkpoints.resolve() if options.checkpoints else None,
+            checkpoint_every=options.checkpoint_every,
+            resume=resumed,
             device=device,
             folder=Path(folder),
             one_node=options.nnodes == 1,
@@ -107,6 +119,43 @@ def _check(plan: Plan, path: Path, options: RunOptions) -> None:
         raise InputError(f"--node-rank {options.node_rank}: there are nodes 0..{options.nnodes - 1}", hint="correct it")
     if options.nnodes > 1 and options.endpoint is None:
         raise InputError("--nnodes needs --rdzv-endpoint", hint="name HOST:PORT of node 0, the same on every node")
+    if options.checkpoints is None and (options.resume or options.checkpoint_every is not None):
+        word = "--resume" if options.resume else "--checkpoint-every"
+        raise InputError(f"{word} needs --checkpoint", hint="name the folder of the checkpoints")
+
+
+def _resumed(plan: Plan, options: RunOptions) -> tuple[Path | None, int]:
+    """The checkpoint to go on from, and its step. Raises InputError where it is not one of this very training."""
+    folder = options.checkpoints
+    if folder is None:
+        return None, 0
+    if not folder.is_dir():
+        check_writable(folder / "step")
+    found = newest(folder)
+    if not options.resume:
+        if found is not None:
+            raise InputError(
+                f"{folder}: holds the checkpoints of an earlier run, up to {found.name}",
+                hint="go on from there with --resume, or name another folder",
+            )
+        return None, 0
+    if found is None:
+        raise InputError(f"{folder}: holds no checkpoint to resume from", hint="start without --resume")
+    saved = read_saved(found)
+    if saved.seed != options.seed:
+        raise InputError(f"{found}: was trained with --seed {saved.seed}, not {options.seed}", hint="give that seed")
+    if saved.batch.global_batch != plan.batch.global_batch:
+        raise InputError(
+            f"{found}: was trained with {saved.batch.global_batch} samples a step; the plan has "
+            f"{plan.batch.global_batch}",
+            hint=f"solve with --batch {saved.batch.global_batch}",
+        )
+    if saved.step > options.steps:
+        raise InputError(
+            f"{found}: has {saved.step} steps already, more than --steps {options.steps}",
+            hint="--steps is the total: name more",
+        )
+    return found.resolve(), saved.step
 
 
 def _meeting(options: RunOptions) -> tuple[str, int]:

@@ -28,6 +28,8 @@ from planner.runtime.board import State, Writer
 from planner.runtime.executor import CudaStopwatch, Executor, HostStopwatch, Mark, Span, Stopwatch
 from planner.runtime.memory import LivePeak, state_bytes, total_bytes
 from planner.runtime.messages import RankProgram, Routes, routes
+from planner.runtime.optimizer import NamedOptimizer
+from planner.runtime.replicas import Replicas
 from planner.runtime.transport import Group, Transport
 from planner.schedules import Action
 
@@ -85,6 +87,7 @@ class Trainer:
         self._device = device
         self._transport = transport
         self._group = group
+        self._replicas = None if group is None else Replicas(group)
         self._board = board
         self._tied = {name for name, _ in found.ties}
         self._order = tuple(step.action for step in program.steps)
@@ -93,7 +96,10 @@ class Trainer:
         self.buffers = _on_device(module.named_buffers(), [programs[k].buffers for k in numbers], device)
         self._stages = {k: Stage(programs[k], module, recompute=recompute[k]) for k in numbers}
         trained = any(parameter.requires_grad for parameter in self.parameters.values())
-        self._optimizer = model_file.optimizer(self.parameters.values()) if trained else None
+        self.changed_buffers = frozenset(name for k in numbers for name in programs[k].changed_buffers)
+        self.optimizer: NamedOptimizer | None = None
+        if trained:
+            self.optimizer = NamedOptimizer(model_file.optimizer(self.parameters.values()), self.parameters)
         self._stopwatch: Stopwatch = CudaStopwatch() if device.type == "cuda" else HostStopwatch()
         self._executor = Executor(
             program,
@@ -123,9 +129,8 @@ class Trainer:
             losses, spans = self._gradients(step, batch)
         self._steps_done += 1
         self._board.at(State.OPTIMIZER)
-        if self._optimizer is not None:
-            self._optimizer.step()
-            self._optimizer.zero_grad(set_to_none=True)
+        if self.optimizer is not None:
+            self.optimizer.step()
         return StepRecord(spans=spans, end=self._stopwatch.mark(), losses=self._loss_values(losses))
 
     def _gradients(self, step: int, batch: Batch) -> tuple[list[Tensor], tuple[Span, ...]]:
@@ -134,18 +139,28 @@ class Trainer:
         sums: dict[str, Tensor] = {}
         spans: tuple[Span, ...] = ()
         for replica in self._shape.replicas:
-            made, spans = self._executor.run(*self._share(step, batch, replica))
+            done = self._sum_stage if self._replicas is not None else None
+            made, spans = self._executor.run(*self._share(step, batch, replica), done=done)
             losses += [made[m] for m in sorted(made)]
             self._board.at(State.GRADIENTS)
             totals = self._executor.sum_tied()
             for stage in self._stages.values():
-                stage.finish_gradients(totals)
+                stage.finish_gradients(totals, names=self._tied if self._replicas is not None else None)
             if len(self._shape.replicas) > 1:
                 self._add_to(sums)
-        if self._group is not None:
-            self._sum_over_replicas()
+        if self._replicas is not None:
+            for name in sorted(self._tied & self.parameters.keys()):
+                self._replicas.start([self.parameters[name]])
+            self._replicas.finish()
         self._executor.next_step()
         return losses, spans
+
+    def _sum_stage(self, stage: Stage) -> None:
+        """Begin to add up a stage's gradients over the replicas: all backwards of the stage have run."""
+        assert self._replicas is not None
+        own = [name for name in stage.program.parameters if name not in self._tied]
+        stage.finish_gradients(names=own)
+        self._replicas.start(self.parameters[name] for name in own)
 
     def _share(self, step: int, batch: Batch, replica: int) -> tuple[list[Batch], list[RandomKey]]:
         """A replica's micro-batches, and what their random numbers hang on; the whole batch where no stage reads it."""
@@ -161,23 +176,6 @@ class Trainer:
         for name, parameter in self.parameters.items():
             if parameter.grad is not None:
                 sums[name] = parameter.grad = sums[name] + parameter.grad if name in sums else parameter.grad
-
-    def _sum_over_replicas(self) -> None:
-        """Add up the replicas' gradients, each already scaled by 1/(M · D); in one go per data type.
-
-        Tied ones go alone: a sum's order hangs on the place in the bucket, and every rank's copy must get the same sum.
-        """
-        buckets: dict[object, list[Tensor]] = {}
-        for name, parameter in self.parameters.items():
-            if parameter.grad is not None:
-                bucket = name if name in self._tied else parameter.grad.dtype
-                buckets.setdefault(bucket, []).append(parameter.grad)
-        assert self._group is not None
-        for gradients in buckets.values():
-            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-            self._group.sum(flat)
-            for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-                gradient.copy_(part.view(gradient.shape))
 
     def _loss_values(self, losses: Sequence[Tensor]) -> tuple[float, ...]:
         """The losses of all micro-batches of all replicas, in their order; none where no loss is made on this rank."""
@@ -207,7 +205,7 @@ class Trainer:
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         owned = total_bytes([*self.parameters.values(), *self.buffers.values()])
-        return owned + state_bytes(self._optimizer) + self._live_bytes
+        return owned + state_bytes(self.optimizer.optimizer if self.optimizer else None) + self._live_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

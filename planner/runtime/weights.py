@@ -7,27 +7,27 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from planner.runtime.trainer import Trainer
 from planner.runtime.transport import HEADER_NUMBERS, Group, Layout
 
 
 def whole_weights(
-    trainer: Trainer, control: Group, global_rank: int, owners: Mapping[str, int]
+    own: Mapping[str, Tensor], control: Group, global_rank: int, owners: Mapping[str, int]
 ) -> Iterator[tuple[str, Tensor]]:
     """Every parameter by name, sorted, on the CPU, at process 0; the others only send theirs and give nothing.
 
-    ``owners[name]``: the process that tells it. All processes must go through it to its end.
+    ``own``: the parameters that this process has; ``owners[name]``: the process that tells it. All processes must go
+    through it to its end.
     """
     for name in sorted(owners):
         owner = owners[name]
         if owner == global_rank:
-            own = trainer.parameters[name].detach().cpu().contiguous()
+            weight = own[name].detach().cpu().contiguous()
             if global_rank == 0:
-                yield name, own
+                yield name, weight
             else:
-                control.send(torch.tensor(Layout.of(own).numbers()), 0)
-                if own.numel():
-                    control.send(own.reshape(-1).view(torch.uint8), 0)
+                control.send(torch.tensor(Layout.of(weight).numbers()), 0)
+                if weight.numel():
+                    control.send(weight.reshape(-1).view(torch.uint8), 0)
         elif global_rank == 0:
             header = torch.empty(HEADER_NUMBERS, dtype=torch.int64)
             control.receive(header, owner)

@@ -10,23 +10,27 @@ import signal
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from datetime import timedelta
 from multiprocessing import connection, parent_process
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from planner.capture import Batch, Capture, ModelFile, capture_as, load_model_file
 from planner.errors import InputError
 from planner.runtime.board import Board, State
+from planner.runtime.checkpoint import Checkpoints, Content, Part, check, content_of, load
 from planner.runtime.failure import Failure, place, raised
 from planner.runtime.figures import RankFigures
 from planner.runtime.job import RunJob
 from planner.runtime.messages import check_routes, rank_programs
 from planner.runtime.reference import Reference, compare, train_whole
+from planner.runtime.saved import Saved, SavedBatch, SavedModel, read_saved, remove_unfinished
 from planner.runtime.trainer import Shape, Trainer, initial_weights, routes_of
 from planner.runtime.transport import Communicators, Group, LostContactError, Transport
 from planner.runtime.weights import whole_weights
@@ -106,6 +110,7 @@ class _Worker:
         """Everything."""
         job = self.job
         self._check_same_everywhere()
+        self.saved = read_saved(job.resume) if job.resume else None
         model_file = load_model_file(job.model_path)
         captured = capture_as(
             model_file,
@@ -120,9 +125,12 @@ class _Worker:
                 f"(fingerprint {captured.fingerprint[:12]}, the plan's {job.plan.model.fingerprint[:12]})",
                 hint="profile and solve again, or restore the model file",
             )
+        if self.saved is not None:
+            self._check_checkpoint(model_file, self.saved)
         self.writer.at(State.STARTING)
         reference = self._train_whole(model_file, captured)
         trainer = self._trainer(model_file, captured)
+        self._resume(trainer)
         self._barrier()
         figures = self._train(trainer, model_file, reference)
         self.writer.at(State.ENDING)
@@ -130,12 +138,54 @@ class _Worker:
 
     def _check_same_everywhere(self) -> None:
         if self.global_rank == 0:
+            self.store.set("run", uuid.uuid4().hex[:12])
             self.store.set("digest", self.job.digest)
         elif self.store.get("digest").decode() != self.job.digest:
             raise InputError(
                 f"rank {self.global_rank} was started with another plan or other options than rank 0",
                 hint="start the same command with the same plan on every machine",
             )
+
+    def _check_checkpoint(self, model_file: ModelFile, saved: Saved) -> None:
+        """That it is of this model, whatever layers the plan sees in it, and this process's share of its files."""
+        job = self.job
+        assert job.resume is not None
+        fingerprint = saved.model.fingerprint
+        if fingerprint != job.plan.model.fingerprint:
+            size, device = job.plan.batch.microbatch, str(self.device)
+            same = capture_as(model_file, fingerprint=fingerprint, microbatch_size=size, device=device, seed=job.seed)
+            if same.fingerprint != fingerprint:
+                raise InputError(
+                    f"{job.resume}: is a checkpoint of another model ({saved.model.name}, {fingerprint[:12]})",
+                    hint="name its own folder with --checkpoint, or restore the model file",
+                )
+        check(job.resume, saved, process=self.global_rank, num_processes=job.num_processes, board=self.writer)
+
+    def _resume(self, trainer: Trainer) -> None:
+        """Go on from the checkpoint, once every process has found its share of it whole."""
+        if self.saved is not None and self.job.resume is not None:
+            self._barrier()
+            load(self.job.resume, self.saved, trainer, replica=self.replica, board=self.writer)
+
+    def _checkpoints(self) -> Checkpoints | None:
+        job, plan = self.job, self.job.plan
+        if job.checkpoints is None:
+            return None
+        if self.global_rank == 0 and job.checkpoints.is_dir():
+            remove_unfinished(job.checkpoints)
+        return Checkpoints(
+            folder=job.checkpoints,
+            run=self.store.get("run").decode(),
+            process=self.global_rank,
+            num_processes=job.num_processes,
+            control=self.control,
+            board=self.writer,
+            seed=job.seed,
+            model=SavedModel(name=plan.model.name, fingerprint=plan.model.fingerprint),
+            batch=SavedBatch(
+                global_batch=plan.batch.global_batch, microbatch=plan.batch.microbatch, data=plan.parallel.data
+            ),
+        )
 
     def _trainer(self, model_file: ModelFile, captured: Capture) -> Trainer:
         job, plan = self.job, self.job.plan
@@ -162,9 +212,11 @@ class _Worker:
         if plan.parallel.data > 1:
             group = Group(communicators.make(f"replicas{self.rank}", self.replica, plan.parallel.data))
         self.transport = transport
+        module = initial_weights(model_file, job.seed)
+        self._keep_unused(module)
         return Trainer(
             model_file=model_file,
-            module=initial_weights(model_file, job.seed),
+            module=module,
             programs=programs,
             recompute=[stage.recompute for stage in plan.stages],
             found=found,
@@ -181,6 +233,14 @@ class _Worker:
             group=group,
             board=self.writer,
         )
+
+    def _keep_unused(self, module: nn.Module) -> None:
+        """Process 0 keeps the parameters and buffers that no stage uses, as they belong to the model's weights."""
+        used = {name for program in self.programs for name in (*program.parameters, *program.buffers)}
+        parameters = {name: value for name, value in module.named_parameters() if name not in used}
+        buffers = {name: value for name, value in module.named_buffers() if name not in used}
+        self.unused_parameters = tuple(parameters)
+        self.unused = {name: value.detach() for name, value in (parameters | buffers).items() if not self.global_rank}
 
     def _foretold(self, action: Action) -> float:
         """An action's planned seconds."""
@@ -200,7 +260,11 @@ class _Worker:
         self.control.barrier()
 
     def _batches(self, model_file: ModelFile) -> Iterator[Batch]:
-        return model_file.data(self.job.plan.batch.global_batch, seed=self.job.seed)
+        """The data of the steps that this run does."""
+        job = self.job
+        return model_file.data(
+            job.plan.batch.global_batch, seed=job.seed, first=job.start, skipped=lambda: self.writer.at(State.DATA)
+        )
 
     # --- training -----------------------------------------------------------------------------------------------------
 
@@ -209,22 +273,53 @@ class _Worker:
         job = self.job
         batches = self._batches(model_file)
         figures = RankFigures(trainer)
-        self.transport.begin(job.steps)
+        checkpoints = self._checkpoints()
+        self.transport.begin(job.steps - job.start)
         ended = time.perf_counter()
-        for step in range(job.steps):
+        for step in range(job.start, job.steps):
             self.writer.step(step)
             record = trainer.step(step, next(batches))
             figures.add(record)
             now = time.perf_counter()
             self.writer.done(step, loss=record.loss, seconds=now - ended)
             ended = now
-            if step + 1 == job.verify_steps:
+            verified = step + 1 == job.start + job.verify_steps
+            saved = checkpoints is not None and self._is_due(step + 1)
+            if verified:
                 self.writer.at(State.VERIFYING)
                 self._compare(trainer, figures, reference)
+            if checkpoints is not None and saved:
+                checkpoints.save(step + 1, self._content(trainer), None)
+            if verified or saved:
                 self._barrier()
                 figures.begin()
                 ended = time.perf_counter()
         return figures
+
+    def _is_due(self, step: int) -> bool:
+        """Whether there is a checkpoint before step ``step``."""
+        every = self.job.checkpoint_every
+        return step == self.job.steps or (every is not None and step % every == 0)
+
+    def _content(self, trainer: Trainer) -> Content:
+        """What this process writes; the first one also what no stage uses."""
+        ranks = self._writing_ranks()
+        mine = {name for name, rank in ranks.items() if rank == self.rank}
+        replicas = self.job.plan.parallel.data
+        content = content_of(trainer, rank_writes=mine, replica=self.replica, replicas=replicas)
+        if self.global_rank == 0:
+            content.tensors |= self.unused
+        return content
+
+    def _writing_ranks(self) -> dict[str, int]:
+        """The pipeline rank that writes each parameter and buffer: the first that changes it, else that uses it."""
+        ranks: dict[str, int] = {}
+        for program in sorted(self.programs, key=lambda program: self.job.ranks[program.index]):
+            for name in (*program.parameters, *program.buffers):
+                ranks.setdefault(name, self.job.ranks[program.index])
+        for program in self.programs:
+            ranks |= dict.fromkeys(program.changed_buffers, self.job.ranks[program.index])
+        return ranks
 
     def _compare(self, trainer: Trainer, figures: RankFigures, reference: Reference | None) -> None:
         """Set the weights and losses so far beside those of one process, on rank 0."""
@@ -234,7 +329,7 @@ class _Worker:
             self.control.send(losses, 0)
         if source and self.global_rank == 0:
             self.control.receive(losses, source)
-        weights = whole_weights(trainer, self.control, self.global_rank, self._owners())
+        weights = self._whole_weights(trainer)
         if reference is None:
             for _ in weights:
                 pass
@@ -247,10 +342,14 @@ class _Worker:
         sizes = self.job.plan.parallel
         return self.job.ranks[last.index] * sizes.data * sizes.tensor
 
+    def _whole_weights(self, trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
+        """All parameters at process 0."""
+        return whole_weights(trainer.parameters | self.unused, self.control, self.global_rank, self._owners())
+
     def _owners(self) -> dict[str, int]:
         """The process that tells each parameter: the first one that has it."""
         sizes = self.job.plan.parallel
-        owners: dict[str, int] = {}
+        owners = dict.fromkeys(self.unused_parameters, 0)
         for program in self.programs:
             owner = self.job.ranks[program.index] * sizes.data * sizes.tensor
             for name in program.parameters:
@@ -260,7 +359,7 @@ class _Worker:
     def _report(self, trainer: Trainer, figures: RankFigures) -> None:
         """Leave this process's part of the result in the store."""
         digest = hashlib.sha256()
-        for _, weight in whole_weights(trainer, self.control, self.global_rank, self._owners()):
+        for _, weight in self._whole_weights(trainer):
             digest.update(weight.reshape(-1).view(torch.uint8).numpy().data)
         told = figures.told() | {
             "rank": self.rank,
@@ -283,6 +382,8 @@ class _Worker:
         return train_whole(
             model_file,
             captured,
+            start=job.start,
+            restore=self._restore_whole,
             batches=lambda: self._batches(model_file),
             num_steps=job.verify_steps,
             shape=Shape(
@@ -295,3 +396,8 @@ class _Worker:
             device=self.device,
             board=self.quiet,
         )
+
+    def _restore_whole(self, part: Part) -> None:
+        """The one process that a run is compared with goes on from the same checkpoint."""
+        if self.saved is not None and self.job.resume is not None:
+            load(self.job.resume, self.saved, part, replica=0, board=self.quiet)
