@@ -43,7 +43,7 @@ DARK: Final = Palette(
         Letter.FORWARD: ("#5aa9e6", "#06233b"),
         Letter.BACKWARD: ("#f6c445", "#3a2a00"),
         Letter.BACKWARD_INPUT: ("#e2703a", "#2b0f00"),
-        Letter.BACKWARD_WEIGHT: ("#7a66c4", "#ffffff"),
+        Letter.BACKWARD_WEIGHT: ("#6a57b0", "#ffffff"),
     },
     ground="#0e1217",
     card="#161b22",

@@ -15,9 +15,9 @@ class LayersPicture extends Picture {
     this.cutTop = this.arcFloor + gap;
     this.cutFloor = this.height - 26;
     this.canvas.addEventListener("pointermove", (event) => this.hover(event));
-    this.canvas.addEventListener("pointerleave", () => this.point_at(-1));
+    this.canvas.addEventListener("pointerleave", () => this.pointAt(-1));
     this.canvas.addEventListener("keydown", (event) => this.key(event));
-    this.canvas.addEventListener("blur", () => this.point_at(-1));
+    this.canvas.addEventListener("blur", () => this.pointAt(-1));
   }
 
   x(place) {
@@ -127,7 +127,7 @@ class LayersPicture extends Picture {
     return [layers.names[i], rows];
   }
 
-  point_at(i, x, y) {
+  pointAt(i, x, y) {
     this.cursor = i;
     if (i < 0) tooltip.hide();
     else {
@@ -139,17 +139,17 @@ class LayersPicture extends Picture {
 
   hover(event) {
     const place = Math.floor(((this.point(event)[0] - this.left) / (this.width - this.left)) * this.count);
-    this.point_at(place >= 0 && place < this.count ? place : -1, event.clientX, event.clientY);
+    this.pointAt(place >= 0 && place < this.count ? place : -1, event.clientX, event.clientY);
   }
 
   key(event) {
     const moves = { ArrowLeft: -1, ArrowRight: 1, Home: -this.count, End: this.count, PageUp: -10, PageDown: 10 };
-    if (event.key === "Escape") return this.point_at(-1);
+    if (event.key === "Escape") return this.pointAt(-1);
     if (!(event.key in moves)) return;
     event.preventDefault();
-    const i = Math.min(this.count - 1, Math.max(0, this.cursor < 0 ? 0 : this.cursor + moves[event.key]));
+    const i = Math.min(this.count - 1, Math.max(0, this.cursor + moves[event.key]));
     const box = this.canvas.getBoundingClientRect();
-    this.point_at(i, box.left + this.x(i + 1), box.top + this.loadTop);
+    this.pointAt(i, box.left + this.x(i + 1), box.top + this.loadTop);
     const [heading, rows] = this.describe(i);
     say(`${heading}: ${rows.map((row) => row.join(" ")).join(", ")}`);
   }

@@ -94,7 +94,7 @@ async function start() {
   }
   page.layers = new LayersPicture(document.getElementById("layers"), page.data.layers);
   document.addEventListener("keydown", (event) => event.key === "Escape" && tooltip.hide());
-  window.addEventListener("scroll", () => tooltip.hide(), { passive: true });
+  for (const moving of ["wheel", "touchmove"]) window.addEventListener(moving, () => tooltip.hide(), { passive: true });
   redrawAll();
   requestAnimationFrame(() => requestAnimationFrame(() => (document.documentElement.dataset.ready = "yes")));
 }

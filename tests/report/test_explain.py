@@ -1,0 +1,181 @@
+"""What ``solve --explain`` says: figures against their definition, the right sentence, nothing cut at 80 columns."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import re
+from functools import cache
+from io import StringIO
+from itertools import pairwise
+
+import pytest
+from rich.console import Console
+from support.random_profiles import random_cluster, random_profile
+
+from planner.cluster import Cluster, ClusterLinks, Link, memory_limit, resolve
+from planner.errors import NothingFitsError
+from planner.profile import Layer, Profile
+from planner.report.boundaries import REACH, boundaries_of
+from planner.report.contest import best_by_schedule, contenders, frontier
+from planner.report.explain import told
+from planner.report.plans import others
+from planner.schedules import ScheduleName
+from planner.search import Asked, Found, solve
+from planner.units import format_bytes, format_seconds
+
+NAMES = tuple(ScheduleName)
+
+
+@cache
+def found_for(seed: int) -> Found:
+    """What a search finds on a random small question; the next one's where nothing fits."""
+    rng = random.Random(seed)
+    profile = random_profile(rng, chain=rng.random() < 0.5, most_layers=6)
+    asked = Asked(
+        gpus=rng.randint(1, 4),
+        global_batch=rng.choice((2, 4)),
+        cluster=resolve(random_cluster(rng, memory=rng.choice((None, 900))), profile),
+        schedules=NAMES,
+        virtual=(1, 2),
+        data=(1, 2),
+    )
+    try:
+        return solve(profile, asked)
+    except NothingFitsError:
+        return found_for(seed + 1000)
+
+
+FOUND = pytest.mark.parametrize("seed", range(10))
+
+
+def text_of(found: Found, *, explain: bool) -> str:
+    console = Console(file=StringIO(), width=80)
+    for part in told(found, explain=explain):
+        console.print(part)
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue()
+
+
+@FOUND
+def test_all_of_it_is_there_in_80_columns(seed: int) -> None:
+    found = found_for(seed)
+    text = text_of(found, explain=True)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "\x1b" not in text
+    for candidate in (found.best, *others(found)[:4]):
+        assert format_seconds(candidate.iteration_s) in text
+        assert format_bytes(candidate.peak_memory_bytes) in text
+    for stage in found.best.stages:
+        assert f" {format_seconds(stage.forward_s)} " in text
+
+
+@FOUND
+def test_the_time_adds_up(seed: int) -> None:
+    found = found_for(seed)
+    lines = re.findall(r"^(\w+) +\S+ \S+ +([\d.]+)%  ", text_of(found, explain=True), re.MULTILINE)
+    assert "work" in dict(lines)
+    assert sum(float(share) for _, share in lines) == pytest.approx(100, abs=0.4)
+
+
+@FOUND
+def test_a_boundary_carries_what_its_position_says(seed: int) -> None:
+    found = found_for(seed)
+    graph, stages, size = found.graph, found.best.stages, found.best.configuration.microbatch_size
+    order = [name for stage in stages for name in stage.layers]
+    for boundary in boundaries_of(graph, stages, microbatch_size=size):
+        end = order.index(boundary.after_layer)
+        for step, crossing in zip(range(-REACH, REACH + 1), boundary.bytes, strict=True):
+            before = {graph.index[name] for name in order[: end + step + 1]}
+            if not 0 <= end + step < len(order) - 1:
+                assert crossing is None
+                continue
+            parted = [t for t in graph.tensors if t.source in before and {r.layer for r in t.readers} - before]
+            assert crossing == sum(tensor.bytes(size) for tensor in parted)
+
+
+@FOUND
+def test_what_it_is_compared_with_fits_and_is_no_faster(seed: int) -> None:
+    found = found_for(seed)
+    limit = memory_limit(found.asked.cluster)
+    every = contenders(found)
+    for candidate in every:
+        assert candidate.iteration_s >= found.best.iteration_s * (1 - 1e-9)
+        assert limit is None or candidate.peak_memory_bytes <= limit
+    assert {one.schedule for one in best_by_schedule(found, every)} == {one.schedule for one in every}
+    kept = frontier(found, every, most=100)
+    for candidate in every:
+        assert any(
+            one.iteration_s <= candidate.iteration_s * (1 + 1e-9)
+            and one.peak_memory_bytes <= candidate.peak_memory_bytes / 0.99
+            for one in kept
+        )
+    for faster, leaner in pairwise(kept):
+        assert faster.iteration_s <= leaner.iteration_s * (1 + 1e-9)
+        assert faster.peak_memory_bytes > leaner.peak_memory_bytes
+
+
+@FOUND
+def test_no_runner_up_repeats_what_stands_elsewhere(seed: int) -> None:
+    found = found_for(seed)
+    shapes = [(c.configuration.pipeline, c.configuration.data, c.configuration.virtual) for c in others(found)]
+    best = found.best.configuration
+    assert len(set(shapes)) == len(shapes)
+    assert (best.pipeline, best.data, best.virtual) not in shapes
+    assert all(pipeline > 1 for pipeline, _, _ in shapes)
+
+
+def equal_layers(count: int, *, link: Link) -> tuple[Profile, Cluster]:
+    rng = random.Random(3)
+    profile = random_profile(rng, chain=True, most_layers=8)
+    while len(profile.layers) != count:
+        profile = random_profile(rng, chain=True, most_layers=8)
+
+    def equal(layer: Layer) -> Layer:
+        costs = tuple(
+            dataclasses.replace(row, forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0) for row in layer.costs
+        )
+        return dataclasses.replace(layer, costs=costs)
+
+    layers = tuple(map(equal, profile.layers))
+    edges = tuple(
+        dataclasses.replace(
+            edge, tensors=tuple(dataclasses.replace(t, bytes_per_sample=4, grad=True) for t in edge.tensors)
+        )
+        for edge in profile.edges
+    )
+    cluster = Cluster(links=ClusterLinks(intra_node=link))
+    made = dataclasses.replace(
+        profile,
+        layers=layers,
+        edges=edges,
+        optimizer=dataclasses.replace(profile.optimizer, step_s_per_trainable_byte=0.0),
+    )
+    return made, resolve(cluster, made)
+
+
+def test_fewer_gpus_and_data_parallel_are_said_in_a_sentence() -> None:
+    slow = Link(latency_s=1000.0, bandwidth_bytes_per_s=1.0)
+    profile, cluster = equal_layers(6, link=slow)
+    asked = Asked(gpus=4, global_batch=8, cluster=cluster, schedules=NAMES, virtual=(1,), data=(1, 2, 4))
+    text = " ".join(text_of(solve(profile, asked), explain=False).split())
+    assert "use 1 of the 4 GPUs" in text
+    assert "one GPU alone is faster than" in text
+    free = Link(latency_s=0.0, bandwidth_bytes_per_s=1e18)
+    profile, cluster = equal_layers(7, link=free)
+    asked = dataclasses.replace(asked, cluster=cluster)
+    text = " ".join(text_of(solve(profile, asked), explain=False).split())
+    assert "plain data parallel is faster than" in text
+    assert "use " not in text
+
+
+def test_the_proof_is_in_plain_words() -> None:
+    found = found_for(0)
+    proven = text_of(dataclasses.replace(found, proven=True, interrupted=False), explain=False)
+    assert "proven the best" in proven
+    assert "not proven" not in proven
+    for interrupted in (True, False):
+        text = text_of(dataclasses.replace(found, proven=False, interrupted=interrupted), explain=False)
+        assert "not proven the best" in text
+        assert "the bound" in text
+        assert "the gap" in text
