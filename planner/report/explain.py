@@ -2,129 +2,156 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from rich import box
-from rich.table import Table
+from rich.console import RenderableType
+from rich.text import Text
 
 from planner.cluster import memory_limit
+from planner.graph import Stage
+from planner.report.boundaries import REACH, boundaries_of
+from planner.report.bubble import bubble_of
+from planner.report.contest import best_by_schedule, contenders, frontier
+from planner.report.plans import candidates_table, legend, others, plans_table, span_of, stages_table, table
 from planner.schedules import ScheduleName
-from planner.search import Candidate, Found
+from planner.search import Found
 from planner.units import format_bytes, format_seconds
 
-
-def plans_table(found: Found, *, most: int = 6) -> Table:
-    """The best plan of each configuration, fastest first, then the baselines."""
-    plans = [
-        _row(found, "next best" if place else "best", candidate)
-        for place, candidate in enumerate(found.alternatives[:most])
-    ]
-    by_hand: list[tuple[str, ...]] = []
-    for baseline in found.baselines:
-        if baseline.candidate is None:
-            by_hand.append((baseline.name, "", "", "cannot be made", "", "", "", ""))
-        else:
-            *figures, memory = _row(found, baseline.name, baseline.candidate)
-            by_hand.append((*figures, memory if baseline.fits else f"{memory} (!)"))
-    headings = ("plan", _shape_heading(found), "b · M", "schedule", "iteration", "ratio", "bubble", "memory")
-    return _table(headings, (plans, by_hand), words=("plan", "schedule"))
+_MOST_BOUNDARIES = 10
 
 
-def _shape_heading(found: Found) -> str:
-    """Only what was searched: P alone is the number of GPUs."""
-    parts = ["P", *["D"] * (max(found.asked.data) > 1), *["v"] * (max(found.asked.virtual) > 1)]
-    return " · ".join(parts) if len(parts) > 1 else "GPUs"
+def told(found: Found, *, explain: bool) -> Iterator[RenderableType]:
+    """What ``solve`` says: the plans side by side and why the best is the best; at length where asked to explain."""
+    yield plans_table(found)
+    yield Text(legend(found), style="dim")
+    yield ""
+    yield from map(Text, why(found))
+    if explain:
+        yield from explained(found)
 
 
-def _table(
-    headings: tuple[str, ...], sections: Sequence[Sequence[tuple[str, ...]]], *, words: tuple[str, ...]
-) -> Table:
-    """A table without walls. Columns of ``words`` go on below where room is short; figures are never cut."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True, header_style="bold")
-    for place, heading in enumerate(headings):
-        width = max(len(row[place]) for section in (*sections, [headings]) for row in section)
-        if heading in words:
-            table.add_column(heading, justify="left", overflow="fold")
-        else:
-            table.add_column(heading, justify="right", no_wrap=True, min_width=width)
-    for section in sections:
-        table.add_section()
-        for row in section:
-            table.add_row(*row, style="bold" if row[0] == "best" else "")
-    return table
-
-
-def _row(found: Found, name: str, candidate: Candidate) -> tuple[str, ...]:
-    shape = candidate.configuration
-    sizes = {"P": shape.pipeline, "D": shape.data, "v": shape.virtual, "GPUs": shape.gpus}
-    return (
-        name,
-        " · ".join(str(sizes[part]) for part in _shape_heading(found).split(" · ")),
-        f"{shape.microbatch_size} · {shape.num_microbatches}",
-        candidate.schedule.value,
-        format_seconds(candidate.iteration_s),
-        f"{candidate.iteration_s / found.best.iteration_s:.3f}" if found.best.iteration_s else "",
-        f"{candidate.timeline.bubble_fraction:.1%}",
-        format_bytes(candidate.peak_memory_bytes),
+def explained(found: Found) -> Iterator[RenderableType]:
+    """The cut stage by stage, where its time goes, what else was near."""
+    best = found.best
+    yield _heading("The cut")
+    yield stages_table(best)
+    yield Text(
+        "k: stage (R: recomputes); F, B: forward and backward of a micro-batch; share: its load over the mean; "
+        "sends: activations, a micro-batch; memory: its rank's peak",
+        style="dim",
     )
+    yield _heading("Where the time goes")
+    yield from map(Text, _time_lines(found))
+    if len(best.stages) > 1:
+        yield from _boundaries(found)
+    every = contenders(found)
+    yield _heading("The best found under each schedule")
+    yield candidates_table(found, best_by_schedule(found, every), first="schedule")
+    yield _heading("Time against memory, of the plans looked at")
+    yield candidates_table(found, frontier(found, every), first="plan")
 
 
 def why(found: Found) -> Iterator[str]:
     """A few lines: how good it is, what is proven, what it is held up by, what it wins over."""
-    best = found.best
     yield _headline(found)
-    yield _proof(found)
-    yield from _fewer_gpus(found)
-    yield _bottleneck(best)
+    yield from _proof(found)
+    yield from _advice(found)
+    yield _bottleneck(found)
     yield from _against_baselines(found)
 
 
 def _headline(found: Found) -> str:
     best, shape = found.best, found.best.configuration
     rate = found.asked.global_batch / best.iteration_s if best.iteration_s else 0.0
-    depth = f", warm-up {' '.join(map(str, best.warmup))}" if best.warmup else ""
+    depth = f", warm-up {_depths(best.warmup)}" if best.warmup else ""
     copies = f"{shape.data} replicas of " if shape.data > 1 else ""
     each = f", {shape.virtual} a rank ({shape.placement.value})" if shape.virtual > 1 else ""
+    again = sum(stage.recompute for stage in best.stages)
+    recompute = f", {again} of them recompute" if again else ""
     return (
-        f"{_counted(shape.gpus, 'GPU')}: {copies}{_counted(len(best.stages), 'stage')}{each}, "
-        f"{_counted(shape.num_microbatches, 'micro-batch', 'es')} of {shape.microbatch_size}, {best.schedule.value}"
+        f"{counted(shape.gpus, 'GPU')}: {copies}{counted(len(best.stages), 'stage')}{each}{recompute}, "
+        f"{counted(shape.num_microbatches, 'micro-batch', 'es')} of {shape.microbatch_size}, {best.schedule.value}"
         f"{depth}: {format_seconds(best.iteration_s)} an iteration, {rate:.4g} samples/s"
     )
 
 
-def _proof(found: Found) -> str:
-    names = " or ".join(name.value for name in found.asked.schedules if name is not ScheduleName.SYNTHESISED)
-    counted = f"{found.configurations} configurations: {found.solved} solved, {found.pruned} ruled out by their bound"
+def _depths(warmup: tuple[int, ...]) -> str:
+    """Warm-up depths, in short where they are many."""
+    if len(warmup) <= 16:
+        return " ".join(map(str, warmup))
+    return f"{' '.join(map(str, warmup[:4]))} … {' '.join(map(str, warmup[-4:]))}"
+
+
+def _proof(found: Found) -> Iterator[str]:
+    names = [name for name in found.asked.schedules if name is not ScheduleName.SYNTHESISED]
+    counts = f"{counted(found.configurations, 'configuration')}: {found.solved} solved, {found.pruned} ruled out"
     if found.proven:
-        said = f"no cut is faster under {names or 'any named schedule'} at any warm-up depth (proven)"
+        which = "the schedules searched" if len(names) > 3 else " or ".join(names) or "any named schedule"
+        yield f"proven the best: no cut is faster under {which} at any warm-up depth ({counts} by their bound)"
     elif found.interrupted:
-        said = "the search was ended early: something faster may be left"
+        yield f"not proven the best: the search was ended early, so a faster plan may be left ({counts})"
     else:
-        said = "more cuts than could be looked at lie below it: something faster may be left"
-    return f"{said}; no order of actions at all can win more than {found.gap:.2%} ({counted})"
-
-
-def _fewer_gpus(found: Found) -> Iterator[str]:
-    asked, used = found.asked.gpus, found.best.configuration.gpus
-    if used == asked:
-        return
-    beside = next((one for one in found.alternatives if one.configuration.gpus > used), None)
-    more = ""
-    if beside is not None:
-        more = f": the best plan found with {beside.configuration.gpus} takes {format_seconds(beside.iteration_s)}"
-    yield f"use {used} of the {asked} GPUs; more would not be faster{more}"
-
-
-def _bottleneck(best: Candidate) -> str:
-    slowest = max(best.timeline.ranks, key=lambda use: use.busy_s)
-    stage = next(stage for stage in best.stages if stage.rank == slowest.rank)
-    share = slowest.busy_s / best.iteration_s if best.iteration_s else 0.0
-    first, last = stage.layers[0], stage.layers[-1]
-    named = first if first == last else f"{first} to {last}"
-    return (
-        f"the slowest stage is {stage.stage} ({named}), busy {share:.1%} of the iteration; "
-        f"stages differ by {best.unevenness - 1:.1%} (largest over mean)"
+        yield (
+            f"not proven the best: more cuts than could be looked at may be a little faster ({counts}); "
+            "proven: false in the plan says so"
+        )
+    yield (
+        f"no order of actions at all, on any cut, takes less than {format_seconds(found.bound_s)} (the bound): there "
+        f"is at most {found.gap:.2%} to win (the gap)"
     )
+
+
+def _advice(found: Found) -> Iterator[str]:
+    """Where the answer is not a pipeline over all GPUs."""
+    asked, shape = found.asked, found.best.configuration
+    if shape.gpus < asked.gpus:
+        wider = next((one for one in found.alternatives if one.configuration.gpus > shape.gpus), None)
+        more = (
+            f": the best plan found with {wider.configuration.gpus} takes {format_seconds(wider.iteration_s)}"
+            if wider
+            else ""
+        )
+        yield f"use {shape.gpus} of the {asked.gpus} GPUs; more would not be faster{more}"
+    if shape.pipeline > 1 or asked.pipeline == (1,):
+        return
+    piped = next(iter(others(found)), None)
+    than = ""
+    if piped is not None:
+        count = piped.configuration.pipeline
+        than = f" than any pipeline: the best one found ({count} ranks) takes {format_seconds(piped.iteration_s)}"
+    if shape.data > 1:
+        yield f"plain data parallel is faster{than or ' than a pipeline'}; this plan is that, and runs as it is"
+    elif shape.gpus == 1 < asked.gpus:
+        yield f"one GPU alone is faster{than or ' than a pipeline'}; this plan is that, and runs as it is"
+
+
+def _bottleneck(found: Found) -> str:
+    best = found.best
+    slowest = max(best.timeline.ranks, key=lambda use: use.busy_s)
+    own = [stage for stage in best.stages if stage.rank == slowest.rank]
+    share = slowest.busy_s / best.iteration_s if best.iteration_s else 0.0
+    layer, part = _largest_layer(found, own)
+    held = ", ".join(f"stage {stage.stage} ({span_of(stage.layers)})" for stage in own[:2])
+    more = f" and {len(own) - 2} more" if len(own) > 2 else ""
+    uneven = f"; it has {best.unevenness - 1:.1%} more to do than the mean rank" if len(best.timeline.ranks) > 1 else ""
+    return (
+        f"bottleneck: rank {slowest.rank}, {held}{more}, busy {share:.1%} of the iteration; its largest layer is "
+        f"{layer}, {part:.0%} of its work{uneven}"
+    )
+
+
+def _largest_layer(found: Found, own: list[Stage]) -> tuple[str, float]:
+    """The layer with the most work on a rank, and its share."""
+    shape, graph = found.best.configuration, found.graph
+    costs = graph.costs(microbatch_size=shape.microbatch_size, tensor=shape.tensor, cluster=found.asked.cluster)
+    loads = {}
+    for stage in own:
+        for name in stage.layers:
+            cost = costs[graph.index[name]]
+            again = cost.forward_s if stage.recompute else 0.0
+            loads[name] = cost.forward_s + again + cost.backward_input_s + cost.backward_weight_s
+    name = max(loads, key=loads.__getitem__)
+    return name, loads[name] / sum(loads.values()) if sum(loads.values()) else 0.0
 
 
 def _against_baselines(found: Found) -> Iterator[str]:
@@ -142,28 +169,57 @@ def _against_baselines(found: Found) -> Iterator[str]:
             yield f"as fast as {baseline.name}"
 
 
-def _counted(count: int, word: str, plural: str = "s") -> str:
-    return f"{count} {word}{'' if count == 1 else plural}"
+def _time_lines(found: Found) -> Iterator[str]:
+    """The iteration in parts: work, and idle time by its cause."""
+    best = found.best
+    timeline, iteration = best.timeline, best.iteration_s
+    if not iteration:
+        yield "nothing takes any time"
+        return
+    bubble = bubble_of(best.job, timeline)
+    mean = sum(use.busy_s for use in timeline.ranks) / len(timeline.ranks)
+    parts = [
+        ("work", mean, "a rank's mean time in actions"),
+        ("ends", bubble.skew_s, "to fill the pipeline and to drain it"),
+        ("imbalance", bubble.imbalance_s, "ranks with less to do wait for the busiest"),
+        ("links", bubble.links_s, "waiting for messages: none were links free"),
+        ("order", bubble.rest_s, "what is left to this order of actions"),
+        ("after", iteration - timeline.makespan_s, "sums over replicas and ties, optimizer step"),
+    ]
+    for name, seconds, what in parts:
+        if seconds > 1e-9 * iteration:
+            yield f"{name:<10}{format_seconds(seconds):>9}{seconds / iteration:>8.1%}  {what}"
 
 
-def stages_table(candidate: Candidate) -> Table:
-    """The cut: what each stage holds and costs; share is its load over the mean one."""
-    loads = [stage.forward_s + stage.backward_input_s + stage.backward_weight_s for stage in candidate.stages]
-    mean = sum(loads) / len(loads)
-    rows = []
-    for stage, load in zip(candidate.stages, loads, strict=True):
-        names = stage.layers
-        rows.append(
-            (
-                str(stage.stage),
-                names[0] if len(names) == 1 else f"{names[0]}…{names[-1]} ({len(names)})",
-                format_seconds(stage.forward_s),
-                format_seconds(stage.backward_input_s + stage.backward_weight_s),
-                f"{load / mean:.0%}" if mean else "",
-                format_bytes(stage.parameter_bytes),
-                format_bytes(sum(entry.bytes for entry in stage.sends)) if stage.sends else "",
-                format_bytes(candidate.timeline.ranks[stage.rank].peak_memory_bytes),
-            )
+def _boundaries(found: Found) -> Iterator[RenderableType]:
+    """What crosses at and near each boundary; where they are many, those that carry the most."""
+    best = found.best
+    size = best.configuration.microbatch_size
+    made = boundaries_of(found.graph, best.stages, microbatch_size=size)
+    shown = sorted(made, key=lambda one: -(one.bytes[REACH] or 0))[:_MOST_BOUNDARIES]
+    shown.sort(key=lambda one: one.before_stage)
+    rows = [
+        (
+            f"{one.before_stage - 1}|{one.before_stage}",
+            one.after_layer,
+            *("" if crossing is None else format_bytes(crossing) for crossing in one.bytes),
         )
-    headings = ("k", "layers", "F", "B", "share", "params", "sends", "memory")
-    return _table(headings, [rows], words=("layers",))
+        for one in shown
+    ]
+    steps = [f"{step:+}" if step else "here" for step in range(-REACH, REACH + 1)]
+    left = f"; the {len(shown)} that carry most of {len(made)}" if len(shown) < len(made) else ""
+    yield _heading("What crosses the boundaries")
+    yield table(("cut", "after layer", *steps), [rows], words=("after layer",))
+    yield Text(
+        f"bytes ahead, a micro-batch of {size}: here, and were the cut one or two layers earlier or later{left}",
+        style="dim",
+    )
+
+
+def _heading(words: str) -> Text:
+    return Text(f"\n{words}", style="bold")
+
+
+def counted(count: int, word: str, plural: str = "s") -> str:
+    """E.g. ``1 stage``, ``4 stages``."""
+    return f"{count} {word}{'' if count == 1 else plural}"

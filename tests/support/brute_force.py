@@ -37,7 +37,7 @@ class Shape(NamedTuple):
 def shapes(graph: LayerGraph, *, gpus: int, global_batch: int, most_data: int = 2) -> Iterator[Shape]:
     """Every shape with at most so many GPUs, with a layer for every stage and whole micro-batches."""
     for ranks, data, virtual in itertools.product(range(1, gpus + 1), range(1, most_data + 1), (1, 2)):
-        placements = (Placement.LOOP,) if virtual == 1 else (Placement.LOOP, Placement.V)
+        placements = (Placement.LOOP, Placement.V) if virtual == 2 and ranks > 1 else (Placement.LOOP,)
         for (size, tensor), placement in itertools.product(graph.rows(), placements):
             if ranks * data <= gpus and ranks * virtual <= len(graph) and not global_batch % (size * data):
                 assert tensor == 1

@@ -173,7 +173,7 @@ class Naive:
                 ring = ring_link(rank, data=job.data, tensor=job.tensor, cluster=job.cluster)
                 size = own.trainable_bytes * job.gradient_bytes_per_trainable_byte
                 spent = 0.0
-                if ring:
+                if ring and size:
                     spent = 2 * (job.data - 1) * ring.latency_s
                     spent += 2 * (job.data - 1) / job.data * size / ring.bandwidth_bytes_per_s
                 clock = max(clock, ready) + spent
