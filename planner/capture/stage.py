@@ -7,7 +7,7 @@ has its own leaf of a tied parameter, and those are added once a step in descend
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -170,16 +170,23 @@ class Stage:
                 total = tensor.grad if total is None else total + tensor.grad
         return total
 
-    def finish_gradients(self, tied_totals: Mapping[str, Tensor | None] | None = None) -> None:
+    def finish_gradients(
+        self,
+        tied_totals: Mapping[str, Tensor | None] | None = None,
+        *,
+        names: Collection[str] | None = None,
+    ) -> None:
         """Set ``.grad`` of the parameters for the optimizer, and clear the leaves.
 
-        ``tied_totals``: the whole sums of parameters that other stages use too.
+        ``tied_totals``: the whole sums of parameters that other stages use too. ``names``: those parameters alone.
         """
         totals = tied_totals or {}
         for name, parameter in self._parameters.items():
-            parameter.grad = totals[name] if name in totals else self.tied_gradient(name, None)
-        for leaf in self._leaves:
-            leaf.grad = None
+            if names is None or name in names:
+                parameter.grad = totals[name] if name in totals else self.tied_gradient(name, None)
+        for leaf, tensor in zip(self.program.leaves, self._leaves, strict=True):
+            if names is None or leaf.parameter in names:
+                tensor.grad = None
 
     # --- inside -------------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from planner.runtime.transport import Transport
 from planner.schedules import Letter
 
 _SPLIT = (Letter.BACKWARD_INPUT, Letter.BACKWARD_WEIGHT)
+_ENDS = (Letter.BACKWARD, Letter.BACKWARD_WEIGHT)
 
 Mark = Any
 """A moment: seconds of the clock, or a CUDA event."""
@@ -69,11 +70,13 @@ class Span:
 class _Move:
     """A step made ready to run: tensors that other actions read lie in numbered places of the rank."""
 
-    __slots__ = ("drops", "keeps", "letter", "microbatch", "reads", "sends", "stage", "waits")
+    __slots__ = ("drops", "is_last", "keeps", "letter", "microbatch", "reads", "sends", "stage", "waits")
 
-    def __init__(self, step: Step, stage: Stage, place_of: Callable[[Key], int]) -> None:
+    def __init__(self, step: Step, stage: Stage, place_of: Callable[[Key], int], *, is_last: bool) -> None:
+        """``is_last``: the stage's gradients are whole after this step."""
         _, self.letter, self.microbatch = step.action
         self.stage = stage
+        self.is_last = is_last
         self.waits = tuple((sender, number, place_of(key)) for sender, number, key in step.waits)
         self.reads = tuple((key.name, place_of(key)) for key in step.reads)
         self.drops = tuple(map(place_of, step.drops))
@@ -101,19 +104,26 @@ class Executor:
         self._board = board
         self._loss_scale = loss_scale
         self._split = {(k, m) for k, letter, m in (step.action for step in program.steps) if letter in _SPLIT}
+        last = {step.action.stage: step for step in program.steps if step.action.letter in _ENDS}
         places: dict[Key, int] = {}
         self._moves = [
-            _Move(step, stages[step.action.stage], lambda key: places.setdefault(key, len(places)))
+            _Move(
+                step,
+                stages[step.action.stage],
+                lambda key: places.setdefault(key, len(places)),
+                is_last=last.get(step.action.stage) is step,
+            )
             for step in program.steps
         ]
         self._held: list[Tensor | None] = [None] * len(places)
 
     def run(
-        self, microbatches: Sequence[Batch], keys: Sequence[RandomKey]
+        self, microbatches: Sequence[Batch], keys: Sequence[RandomKey], *, done: Callable[[Stage], None] | None = None
     ) -> tuple[dict[int, Tensor], tuple[Span, ...]]:
         """All actions of one training step: the losses of the micro-batches that end here, and when each action ran.
 
-        Gradients stay in the stages; ``sum_tied`` and the stages' finish_gradients come next. What an action waits for
+        Gradients stay in the stages; ``sum_tied`` and the stages' finish_gradients come next. ``done`` is called with
+        each stage after its last backward. What an action waits for
         goes straight into it, and what it made goes straight out; all bookkeeping comes after that.
         """
         board, held, transport, mark = self._board, self._held, self._transport, self._stopwatch.mark
@@ -138,6 +148,8 @@ class Executor:
             del made
             if move.waits:
                 transport.post_ahead()  # type: ignore[union-attr]
+            if move.is_last and done is not None:
+                done(move.stage)
         return losses, tuple(spans)
 
     def _act(

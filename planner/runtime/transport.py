@@ -121,7 +121,7 @@ class Communicators:
 
 
 class Group:
-    """What several processes do together, beside the pipeline's own links; every call waits for its end."""
+    """What several processes do together, beside the pipeline's own links; all but ``start_sum`` wait for the end."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -143,8 +143,17 @@ class Group:
 
     def sum(self, tensor: torch.Tensor) -> None:
         """Put the sum over all processes into a tensor."""
+        self.finish_sum(self.start_sum(tensor))
+
+    def start_sum(self, tensor: torch.Tensor) -> Any:
+        """Begin to put the sum over all processes into a tensor: what ``finish_sum`` waits for."""
         with _contact("other replicas"):
-            self._group.allreduce([tensor]).wait()
+            return self._group.allreduce([tensor])
+
+    def finish_sum(self, work: Any) -> None:
+        """Wait for a sum (on CUDA: let the current stream wait)."""
+        with _contact("other replicas"):
+            work.wait()
 
     def gather(self, tensor: torch.Tensor, size: int) -> list[torch.Tensor]:
         """The tensors of all ``size`` processes, in their order."""
