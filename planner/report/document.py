@@ -38,7 +38,7 @@ def plan_document(shown: Overview) -> dict[str, Any]:
 def profile_document(profile: Profile, rows: Sequence[LayerRow], *, microbatch_size: int) -> dict[str, Any]:
     """A profile at one micro-batch size."""
     said = plain(profile)
-    kept = ("model", "device", "provenance", "dtype", "global_batch", "optimizer", "links")
+    kept = ("model", "device", "provenance", "dtype", "global_batch", "optimizer", "links", "accuracy")
     return {
         "kind": "profile",
         **{key: said.get(key) for key in kept},
@@ -50,4 +50,4 @@ def profile_document(profile: Profile, rows: Sequence[LayerRow], *, microbatch_s
 
 def _layer(row: LayerRow) -> dict[str, Any]:
     made: dict[str, Any] = plain(row)
-    return made
+    return made | {"readers": [{"layer": name, "bytes": size} for name, size in row.readers]}

@@ -18,12 +18,22 @@ import planner
 from planner.cluster import Link
 from planner.graph import LayerGraph, Stage
 from planner.profile import Profile
-from planner.report.layers import LayerRow, distinct_parameters, layer_rows
+from planner.report.layers import LayerRow, distinct_parameters, layer_rows, shape_of
 from planner.report.overview import Overview
 from planner.report.page_data import as_json, layers_data, plan_data
 from planner.report.palette import DARK, LIGHT, css_variables
 from planner.report.rivals import Rival, rivals_of
-from planner.report.summary import bound_words, counted, memory_words, provenance_words, shape_words
+from planner.report.summary import (
+    accuracy_words,
+    bound_words,
+    counted,
+    dearest_words,
+    link_words,
+    memory_words,
+    optimizer_words,
+    provenance_words,
+    shape_words,
+)
 from planner.runtime.recording import Recording
 from planner.schedules import Letter
 from planner.units import format_bytes, format_seconds
@@ -99,7 +109,6 @@ def plan_page(shown: Overview, recording: Recording | None = None, notices: Sequ
 def profile_page(profile: Profile, rows: Sequence[LayerRow], *, microbatch_size: int) -> str:
     """The page of a profile at one micro-batch size."""
     graph = LayerGraph.of(profile)
-    dearest = max(rows, key=lambda row: row.load_s)
     widest = max(rows, key=lambda row: row.cut_bytes)
     sizes = sorted({size for size, _ in graph.rows()})
     return _page(
@@ -111,11 +120,15 @@ def profile_page(profile: Profile, rows: Sequence[LayerRow], *, microbatch_size:
         f"{microbatch_size} (it has {', '.join(map(str, sizes))})",
         notices=[*_provenance_notices(profile)],
         figures=[*_profile_figures(rows, graph, microbatch_size)],
-        cut_words=f"The dearest layer is {dearest.name}, {format_seconds(dearest.load_s)}; the widest cut lies behind "
+        cut_words=f"The {dearest_words(rows)}: no cut is evener than that lets it be. The widest cut lies behind "
         f"{widest.name}, {format_bytes(widest.cut_bytes)}.",
         cut_label="The layers in order: what each costs, and what a cut behind it would send",
-        rows=[_layer(row) for row in rows],
-        facts=[*_profile_facts(profile)],
+        rows=[_layer(row, sum(row.load_s for row in rows)) for row in rows],
+        facts=[
+            *_profile_facts(profile),
+            *(("Link", words) for words in link_words(profile)),
+            *(("Accuracy", words) for words in accuracy_words(profile, microbatch_size)),
+        ],
     )
 
 
@@ -286,11 +299,8 @@ def _cut_words(shown: Overview, rows: Sequence[LayerRow], starts: Sequence[int])
     if len(starts) == 1:
         return "There is one stage, so nothing is cut."
     sizes = [rows[start - 1].cut_bytes for start in starts[1:]]
-    shape = (
-        ""
-        if shown.graph.is_chain
-        else " The layers stand in the order of the stages; arcs are tensors read further on."
-    )
+    skips = shape_of(shown.graph) != "a chain"
+    shape = " The layers stand in the order of the stages; arcs are tensors read further on." if skips else ""
     if len(sizes) == 1:
         return f"The cut sends {format_bytes(sizes[0])} a micro-batch.{shape}"
     least, most = format_bytes(min(sizes)), format_bytes(max(sizes))
@@ -426,8 +436,7 @@ def _profile_facts(profile: Profile) -> Iterator[tuple[str, str]]:
     yield "Device", f"{profile.device.name}{memory}"
     if profile.device.software:
         yield "Software", ", ".join(f"{name} {version}" for name, version in profile.device.software.items())
-    state = profile.optimizer.state_bytes_per_trainable_byte
-    yield "Optimizer", f"{profile.optimizer.name}, {state:.3g} bytes of state for a byte of weights"
+    yield "Optimizer", optimizer_words(profile)
     yield "Model", f"{profile.model.source}, fingerprint {profile.model.fingerprint[:12]}"
 
 
@@ -436,8 +445,7 @@ def _profile_facts(profile: Profile) -> Iterator[tuple[str, str]]:
 
 def _profile_figures(rows: Sequence[LayerRow], graph: LayerGraph, microbatch_size: int) -> Iterator[dict[str, Any]]:
     load = sum(row.load_s for row in rows)
-    shape = "a chain" if graph.is_chain else "with branches"
-    yield _figure("Layers", str(len(rows)), shape)
+    yield _figure("Layers", str(len(rows)), shape_of(graph))
     yield _figure("Parameters", format_bytes(distinct_parameters(graph)), "tied ones counted once")
     yield _figure("F", format_seconds(sum(row.forward_s for row in rows)), "forward, all layers")
     yield _figure("I", format_seconds(sum(row.backward_input_s for row in rows)), "backward for the input")
@@ -446,8 +454,12 @@ def _profile_figures(rows: Sequence[LayerRow], graph: LayerGraph, microbatch_siz
     yield _figure("Saved", format_bytes(sum(row.saved_bytes for row in rows)), "from F to B, all layers")
 
 
-def _layer(row: LayerRow) -> dict[str, Any]:
+def _layer(row: LayerRow, whole_s: float) -> dict[str, Any]:
     return {
+        "share": f"{_share(row.load_s, whole_s):.1%}",
+        "spread": "" if row.spread is None else f"±{row.spread / 2:.1%}",
+        "shared": ", ".join(row.shared),
+        "readers": ", ".join(f"{format_bytes(size)} → {name}" for name, size in row.readers),
         "name": row.name,
         "kind": row.kind,
         "whole_backward": row.whole_backward,
@@ -459,6 +471,5 @@ def _layer(row: LayerRow) -> dict[str, Any]:
         "saved": format_bytes(row.saved_bytes),
         "saved_for_weight": format_bytes(row.saved_for_weight_bytes),
         "workspace": format_bytes(row.workspace_bytes),
-        "output": format_bytes(row.output_bytes),
         "cut": format_bytes(row.cut_bytes),
     }

@@ -19,10 +19,12 @@ from planner.record import record
 
 @record
 class LayerRow:
-    """One layer at one micro-batch size. ``output_bytes``: all tensors that later layers read from it.
+    """One layer at one micro-batch size.
 
-    ``cut_bytes``: every tensor made so far that a later layer reads. ``tensor``: sizes that it can be split to.
-    ``whole_backward``: all of its backward is in I, as of a layer that is kept whole, though it has weights to train.
+    ``spread``: the interquartile range of its time over the median, where it was measured. ``readers``: the layers that
+    read from it, and the bytes each reads. ``output_bytes``: all tensors that are read, each once. ``cut_bytes``: every
+    tensor made so far that a later layer reads. ``tensor``: sizes that it can be split to. ``whole_backward``: all of
+    its backward is in I, as of a layer that is kept whole, though it has weights to train.
     """
 
     name: str
@@ -36,6 +38,9 @@ class LayerRow:
     saved_bytes: int
     saved_for_weight_bytes: int
     workspace_bytes: int
+    shared: tuple[str, ...]
+    spread: float | None
+    readers: tuple[tuple[str, int], ...]
     output_bytes: int
     cut_bytes: int
     tensor: tuple[int, ...]
@@ -60,15 +65,20 @@ def layer_rows(
     indices = [graph.index[name] for name in order] if order is not None else range(len(graph))
     place = {index: position for position, index in enumerate(indices)}
     outputs, change = [0] * len(graph), [0] * (len(graph) + 1)
+    read: list[dict[str, int]] = [{} for _ in graph.names]
     for made in graph.tensors:
         size = made.bytes(microbatch_size)
         outputs[made.source] += size
         change[place[made.source]] += size
         change[max(place[reader.layer] for reader in made.readers)] -= size
+        for reader in made.readers:
+            name = graph.names[reader.layer]
+            read[made.source][name] = read[made.source].get(name, 0) + size
     rows, cut = [], 0
     for position, index in enumerate(indices):
         cut += change[position]
         layer, cost = graph.layers[index], costs[index]
+        measured = next(row for row in layer.costs if (row.microbatch_size, row.tensor) == (microbatch_size, tensor))
         rows.append(
             LayerRow(
                 name=layer.name,
@@ -82,6 +92,9 @@ def layer_rows(
                 saved_bytes=cost.saved_bytes,
                 saved_for_weight_bytes=cost.saved_for_weight_bytes,
                 workspace_bytes=cost.workspace_bytes,
+                shared=tuple(layer.shared or ()),
+                spread=measured.spread,
+                readers=tuple(sorted(read[index].items(), key=lambda reader: place[graph.index[reader[0]]])),
                 output_bytes=outputs[index],
                 cut_bytes=cut,
                 tensor=tuple(sorted({row.tensor for row in layer.costs if row.microbatch_size == microbatch_size})),
@@ -97,3 +110,11 @@ def distinct_parameters(graph: LayerGraph) -> int:
     return (
         sum(layer.parameter_bytes for layer in graph.layers) - sum(size for _, size in tied) + sum(dict(tied).values())
     )
+
+
+def shape_of(graph: LayerGraph) -> str:
+    """How the layers hang together, in words."""
+    if not graph.is_chain:
+        return "with branches"
+    skips = sum(target > source + 1 for source, target in graph.edges)
+    return f"a chain with {skips} skips" if skips > 1 else "a chain with a skip" if skips else "a chain"

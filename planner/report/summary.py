@@ -15,7 +15,7 @@ from rich.text import Text
 
 from planner.graph import LayerGraph, Stage
 from planner.profile import Profile
-from planner.report.layers import LayerRow, distinct_parameters
+from planner.report.layers import LayerRow, distinct_parameters, shape_of
 from planner.report.overview import Overview
 from planner.report.timeline import legend, timeline_text
 from planner.units import format_bytes, format_seconds
@@ -163,21 +163,47 @@ def profile_summary(
 def profile_lines(profile: Profile, rows: Sequence[LayerRow], *, microbatch_size: int) -> Iterator[str]:
     """The profile in words."""
     graph = LayerGraph.of(profile)
-    shape = "a chain" if graph.is_chain else "with branches"
     sizes = sorted({size for size, _ in graph.rows()})
-    yield (
-        f"{profile.model.name}: {counted(len(rows), 'layer')}, {shape}, {format_bytes(distinct_parameters(graph))} of "
-        f"parameters, {profile.dtype}"
-    )
+    held = f"{format_bytes(distinct_parameters(graph))} of parameters"
+    yield f"{profile.model.name}: {counted(len(rows), 'layer')}, {shape_of(graph)}, {held}, {profile.dtype}"
     yield f"{provenance_words(profile)} at micro-batch sizes {', '.join(map(str, sizes))}; below: {microbatch_size}"
     parts = [sum(getattr(row, part) for row in rows) for part in ("forward_s", "backward_input_s", "backward_weight_s")]
     seconds = ", ".join(f"{letter} {format_seconds(part)}" for letter, part in zip("FIW", parts, strict=True))
     whole = microbatch_size / sum(parts) if sum(parts) else 0.0
     yield f"all layers: {seconds}; {whole:.4g} samples/s; saved {format_bytes(sum(row.saved_bytes for row in rows))}"
+    yield f"{dearest_words(rows)}; {optimizer_words(profile)}"
+    yield from (f"link: {words}" for words in link_words(profile))
+    yield from accuracy_words(profile, microbatch_size)
+
+
+def dearest_words(rows: Sequence[LayerRow]) -> str:
+    """The largest layer, which limits how even a cut can be."""
+    dearest = max(rows, key=lambda row: row.load_s)
+    mean = sum(row.load_s for row in rows) / len(rows)
+    times = f", {dearest.load_s / mean:.2g} times the mean" if mean else ""
+    return f"largest: {short(dearest.name, 30)}{times}"
+
+
+def optimizer_words(profile: Profile) -> str:
+    """The optimizer, for each byte that is trained."""
+    optimizer = profile.optimizer
+    state, step = optimizer.state_bytes_per_trainable_byte, optimizer.step_s_per_trainable_byte * 2**20
+    return f"{short(optimizer.name, 16)}: {state:.3g} B of state a byte, {format_seconds(step)} a MiB"
+
+
+def link_words(profile: Profile) -> Iterator[str]:
+    """The link that was measured, if one was."""
     links = profile.links
     if links is not None:
         speed = f"{format_seconds(links.latency_s)} and {format_bytes(links.bandwidth_bytes_per_s)}/s"
-        yield f"link: {speed}, {'beside' if links.overlap else 'in place of'} compute"
+        yield f"{speed}, {'beside' if links.overlap else 'in place of'} compute"
+
+
+def accuracy_words(profile: Profile, microbatch_size: int) -> Iterator[str]:
+    """How well layers add up to stages, where that was measured."""
+    for entry in getattr(profile, "accuracy", None) or ():
+        if entry.microbatch_size == microbatch_size:
+            yield f"layers add up to runs of them within {entry.median_error:.1%}, at most {entry.largest_error:+.1%}"
 
 
 def counted(count: int, word: str, plural: str = "s") -> str:
@@ -197,6 +223,12 @@ def short(text: str, most: int) -> str:
 def _height(lines: Sequence[Text], width: int) -> int:
     """How many lines they take where they are folded."""
     return sum(len(line.wrap(_CONSOLE, width)) for line in lines)
+
+
+def _short_run(text: str, most: int) -> str:
+    """A run's name shortened, but for its count."""
+    name, space, count = text.rpartition(" (")
+    return short(name, max(1, most - len(space + count))) + space + count if name else short(text, most)
 
 
 def _marks(run: Sequence[LayerRow]) -> str:
@@ -272,15 +304,17 @@ def _table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, width: int
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold", caption=caption or None)
     table.caption_justify = "left"
     widths = {name: max(len(row[place]) for row in (*rows, headings)) for place, name in enumerate(headings)}
-    words = [name for name in headings if name in ("layers", "kind")]
-    room = width - sum(widths[name] for name in headings if name not in words) - len(headings)
-    for number, name in enumerate(reversed(words)):  # the kind gives way to the layers' names
-        others = sum(min(widths[word], 18) for word in words[: len(words) - 1 - number])
-        widths[name] = max(8, min(widths[name], room - others))
+    words = {name: least for name, least in (("layers", 12), ("kind", 6)) if name in headings}
+    room = width - sum(widths[name] for name in headings if name not in words) - len(headings) + 1
+    for name in reversed(words):  # the kind gives way to the layers' names
+        others = min(words["layers"], widths["layers"]) if name == "kind" else 0
+        widths[name] = max(words[name], min(widths[name], room - others))
         room -= widths[name]
     for name in headings:
         table.add_column(name, justify="left" if name in ("stage", *words) else "right", no_wrap=True)
     for row in rows:
-        cells = (short(cell, widths[name]) if name in words else cell for name, cell in zip(headings, row, strict=True))
+        cells = (
+            _short_run(cell, widths[name]) if name in words else cell for name, cell in zip(headings, row, strict=True)
+        )
         table.add_row(*map(Text, cells))
     return table
