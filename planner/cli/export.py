@@ -1,20 +1,25 @@
-"""``pipeplan export``: a plan's schedule for other systems."""
+"""``pipeplan export``: a plan for other systems."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 
 import typer
 
-from planner.cli.console import out
+from planner.cli.console import err
 from planner.errors import InputError
 
 
 class Target(StrEnum):
-    """The formats that can be written."""
+    """The systems that plans are written for."""
 
     TORCH_CSV = "torch-csv"
+    TORCH = "torch"
+    TORCHTITAN = "torchtitan"
+    MEGATRON = "megatron"
+    DEEPSPEED = "deepspeed"
 
 
 def register(app: typer.Typer) -> None:
@@ -24,39 +29,56 @@ def register(app: typer.Typer) -> None:
 
 def export(
     plan: Path = typer.Argument(metavar="PLAN", help="The plan file.", show_default=False),
-    target: Target = typer.Option(..., "--to", metavar="SYSTEM", help="torch-csv.", show_default=False),
+    target: Target = typer.Option(
+        ..., "--to", metavar="SYSTEM", help="torch-csv, torch, torchtitan, megatron or deepspeed.", show_default=False
+    ),
     output: Path = typer.Option(
         None, "-o", "--output", help="The file to write (default: stdout).", show_default=False
     ),
 ) -> None:
-    """Write a plan's schedule for another system.
+    """Write a plan for another system.
 
-    torch-csv: its actions, a row a rank, as torch.distributed.pipelining reads them.
+    torch: a script that trains the model with torch.distributed.pipelining. torchtitan: Python that sets a trainer's
+    parallelism. megatron: Megatron-LM's options, as a shell array. deepspeed: a PipelineModule with the plan's
+    boundaries, and its config. torch-csv: the schedule's actions alone, a row a rank, as torch.distributed.pipelining
+    reads them.
+
+    Each file says how it is used. What a system cannot express is refused by name: nothing of a plan is dropped.
     """
     from planner.files import write_atomically
 
-    text = {Target.TORCH_CSV: _torch_csv}[target](plan)
+    writer, use = _writer(target)
+    text = writer(plan, output)
     if output is None:
         typer.echo(text, nl=False)
         return
     if output.exists() and output.samefile(plan):
         raise InputError(f"{output}: is the plan", hint="name another file with -o")
     write_atomically(output, text)
-    out.print(f"{output}: {len(text.splitlines())} rows", markup=False, soft_wrap=True)
+    err.print(f"wrote {output}; {use.replace('FILE', str(output))}", markup=False, soft_wrap=True)
 
 
-def _torch_csv(path: Path) -> str:
-    from planner.exchange.torch_csv import schedule_csv
-    from planner.plan import read_plan
-    from planner.plan.job import schedule_of
-    from planner.schedules import Wiring, check_schedule
+Writer = Callable[[Path, Path | None], str]
 
-    plan = read_plan(path)
-    try:
-        schedule = schedule_of(plan)
-    except InputError as error:
-        raise InputError(f"{path}: {error.message}", hint=error.hint) from error
-    found = check_schedule(schedule, num_microbatches=plan.batch.microbatches, wiring=Wiring.of(plan.stages))
-    if found.errors:
-        raise InputError(f"{path}: {found.errors[0]}", hint="correct its actions or its schedule")
-    return schedule_csv(schedule)
+
+def _writer(target: Target) -> tuple[Writer, str]:
+    """What writes the text of a plan for a target, and what to do with it."""
+    if target is Target.TORCH:
+        from planner.exchange.torch_script import torch_script
+
+        return torch_script, "next: torchrun --nproc-per-node N FILE, as it says"
+    if target is Target.TORCHTITAN:
+        from planner.exchange.torchtitan import torchtitan_settings
+
+        return torchtitan_settings, "next: import it where the trainer's config is made, as it says"
+    if target is Target.MEGATRON:
+        from planner.exchange.megatron import megatron_options
+
+        return megatron_options, "next: source FILE before the call of pretrain_gpt.py, as it says"
+    if target is Target.DEEPSPEED:
+        from planner.exchange.deepspeed import deepspeed_module
+
+        return deepspeed_module, "next: import it where the PipelineModule is made, as it says"
+    from planner.exchange.torch_csv import plan_csv
+
+    return plan_csv, "its schedule loads it with _load_csv; pipeplan import --from torch-csv reads it back"

@@ -20,7 +20,18 @@ from planner.errors import InputError, NothingFitsError
 from planner.files import read_text
 from planner.plan import Plan, PlannedSchedule, read_plan
 from planner.plan.check import check_plan, profile_of
-from planner.schedules import Letter, Placement, Schedule, ScheduleName, format_order, parse_action, ranks_of
+from planner.plan.job import schedule_of
+from planner.schedules import (
+    Letter,
+    Placement,
+    Schedule,
+    ScheduleName,
+    Wiring,
+    check_schedule,
+    format_order,
+    parse_action,
+    ranks_of,
+)
 
 _DERIVED = re.compile(r"\d+(?:(?:SEND|RECV)_[FB]\d+|(?:UNSHARD|RESHARD|REDUCE_GRAD)\d*)")
 _OVERLAPPED = re.compile(r"\(([^()]*)\)(?:OVERLAP_F_B)?")
@@ -30,6 +41,19 @@ _ACTION = re.compile(r"(\d+)(F|I|W|BW|B)(\d+)")
 def schedule_csv(schedule: Schedule) -> str:
     """A schedule as CSV text, a row a rank."""
     return "".join(",".join(map(str, order)) + "\n" for order in schedule)
+
+
+def plan_csv(path: Path, goal: Path | None = None) -> str:
+    """The schedule of the plan in a file as CSV text; its profile is not needed, nor where the text will lie."""
+    plan = read_plan(path)
+    try:
+        schedule = schedule_of(plan)
+    except InputError as error:
+        raise InputError(f"{path}: {error.message}", hint=error.hint) from error
+    found = check_schedule(schedule, num_microbatches=plan.batch.microbatches, wiring=Wiring.of(plan.stages))
+    if found.errors:
+        raise InputError(f"{path}: {found.errors[0]}", hint="correct its actions or its schedule")
+    return schedule_csv(schedule)
 
 
 def read_schedule(path: Path) -> tuple[Schedule, tuple[str, ...]]:
