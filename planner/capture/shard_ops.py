@@ -64,10 +64,11 @@ class Collectives:
         reduction: int,
         ignored: int,
         smoothing: float,
+        dtype: torch.dtype,
     ) -> Tensor:
         """Cross entropy of logits [samples, classes held here, ...]: classes ``first``, ... of ``classes`` in all."""
         last = logits.movedim(1, -1) if logits.dim() > 1 else logits
-        rows = _CrossEntropy.apply(last, target, (first, classes, ignored, smoothing), self)  # type: ignore[no-untyped-call]
+        rows = _CrossEntropy.apply(last, target, (first, classes, ignored, smoothing, dtype), self)  # type: ignore[no-untyped-call]
         if reduction == _NONE:
             return rows  # type: ignore[no-any-return]
         total: Tensor = rows.sum()
@@ -155,9 +156,13 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, settings: tuple[int, int, int, float], collectives: Collectives
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        settings: tuple[int, int, int, float, torch.dtype],
+        collectives: Collectives,
     ) -> Tensor:
-        first, classes, ignored, smoothing = settings
+        first, classes, ignored, smoothing, dtype = settings
         wide = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
         shifted = wide - collectives.largest(wide.amax(-1).contiguous()).unsqueeze(-1)
         place = target - first
@@ -174,7 +179,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(weights.div_(total.unsqueeze(-1)), place, here & counted, counted)
         ctx.share, ctx.smoothing = smoothing / classes, smoothing
         ctx.dtype = logits.dtype
-        return torch.where(counted, loss, 0.0).to(logits.dtype)
+        return torch.where(counted, loss, 0.0).to(dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:

@@ -223,8 +223,9 @@ def _cross_entropy(context: Context, node: fx.Node, given: dict[str, Any]) -> St
     shard = context.shard(logits)
     if shard is None:
         raise RefusalError("cross entropy of split targets", *split_operands(context, node))
-    of_target = context.tensors[target]
+    of_target, of_loss = context.tensors[target], context.tensors[node]
     assert of_target is not None
+    assert of_loss is not None
     classes = 1 if len(context.shape(logits)) > 1 else 0
     if shard.dim != classes or len(shard.sections) > 1:
         raise RefusalError("cross entropy over other than one run of classes", shard)
@@ -232,5 +233,14 @@ def _cross_entropy(context: Context, node: fx.Node, given: dict[str, Any]) -> St
         raise RefusalError("cross entropy with weights or probabilities has no rule", shard)
     ((first, _),) = shard.split.spans(context.size, context.rank)
     smoothing = given["label_smoothing"]
-    arguments = (logits, target, first, shard.split.extent, given["reduction"], given["ignore_index"], smoothing)
+    arguments = (
+        logits,
+        target,
+        first,
+        shard.split.extent,
+        given["reduction"],
+        given["ignore_index"],
+        smoothing,
+        of_loss.dtype,
+    )
     return Step(state=None, function="cross_entropy", arguments=arguments)

@@ -33,7 +33,11 @@ class Rewriter:
         self._user: fx.Node | None = None
         old = analysis.lifted
         self.lifted = Lifted(
-            graph=fx.Graph(), roles={}, scopes={}, constants=dict(old.constants), modules=dict(old.modules)
+            graph=fx.Graph(),
+            roles={},
+            scopes={},
+            constants=dict(old.constants),
+            modules=dict(old.modules),
         )
         self.layer_of: dict[fx.Node, int] = {}
         self._write()
@@ -82,8 +86,18 @@ class Rewriter:
         if step.factor != 1:
             made = self._call(aten.mul.Tensor, made, step.factor)
         if step.bias is not None:
-            made = self._call(aten.add.Tensor, made, self._made[step.bias])
+            made = self._call(aten.add.Tensor, made, self._in_type_of(node, step.bias))
         return made
+
+    def _in_type_of(self, node: fx.Node, bias: fx.Node) -> fx.Node:
+        """What is added to an op's output, in the type of that (autocast would have cast it within the op)."""
+        facts = self._analysis.trace.facts
+        made, given = facts[node].tensor, facts[bias].tensor
+        assert made is not None
+        assert given is not None
+        if made.dtype == given.dtype:
+            return self._made[bias]
+        return self._call(aten.to.dtype, self._made[bias], made.dtype)
 
     def _is_split(self, node: fx.Node, step: Step) -> bool:
         if is_getitem(node):

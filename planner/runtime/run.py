@@ -105,15 +105,16 @@ def run_plan(path: Path, options: RunOptions, listener: Listener) -> Outcome | N
 
 
 def _check(plan: Plan, path: Path, options: RunOptions) -> None:
-    if plan.parallel.tensor > 1:
-        raise InputError(
-            f"{path}: parallel.tensor is {plan.parallel.tensor}: run does not split layers over ranks",
-            hint="solve again with --tensor 1",
-        )
     if plan.parallel.gpus % options.nnodes:
         raise InputError(
             f"--nnodes {options.nnodes}: the plan's {plan.parallel.gpus} processes do not spread evenly over them",
             hint="name a number that divides them",
+        )
+    if (plan.parallel.gpus // options.nnodes) % plan.parallel.tensor:
+        raise InputError(
+            f"--nnodes {options.nnodes}: {plan.parallel.gpus // options.nnodes} processes a node do not hold whole "
+            f"groups of {plan.parallel.tensor} tensor ranks",
+            hint="name fewer nodes, or solve with --tensor 1",
         )
     if options.node_rank >= options.nnodes:
         raise InputError(f"--node-rank {options.node_rank}: there are nodes 0..{options.nnodes - 1}", hint="correct it")

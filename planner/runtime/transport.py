@@ -123,8 +123,10 @@ class Communicators:
 class Group:
     """What several processes do together, beside the pipeline's own links; all but ``start_sum`` wait for the end."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, *, whom: str = "other replicas") -> None:
+        """``whom``: the others, where contact with them is lost."""
         self._group = group
+        self._whom = whom
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
         """Send a contiguous tensor."""
@@ -147,18 +149,25 @@ class Group:
 
     def start_sum(self, tensor: torch.Tensor) -> Any:
         """Begin to put the sum over all processes into a tensor: what ``finish_sum`` waits for."""
-        with _contact("other replicas"):
+        with _contact(self._whom):
             return self._group.allreduce([tensor])
 
     def finish_sum(self, work: Any) -> None:
         """Wait for a sum (on CUDA: let the current stream wait)."""
-        with _contact("other replicas"):
+        with _contact(self._whom):
             work.wait()
+
+    def max(self, tensor: torch.Tensor) -> None:
+        """Put the largest over all processes into a tensor, element by element."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
+        with _contact(self._whom):
+            self._group.allreduce([tensor], options).wait()
 
     def gather(self, tensor: torch.Tensor, size: int) -> list[torch.Tensor]:
         """The tensors of all ``size`` processes, in their order."""
         found = [torch.empty_like(tensor) for _ in range(size)]
-        with _contact("other replicas"):
+        with _contact(self._whom):
             self._group.allgather([found], [tensor]).wait()
         return found
 

@@ -7,32 +7,53 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from planner.capture.shard_split import Split
 from planner.runtime.transport import HEADER_NUMBERS, Group, Layout
 
 
 def whole_weights(
-    own: Mapping[str, Tensor], control: Group, global_rank: int, owners: Mapping[str, int]
+    own: Mapping[str, Tensor],
+    control: Group,
+    global_rank: int,
+    owners: Mapping[str, int],
+    *,
+    splits: Mapping[str, Split],
+    tensor: int,
 ) -> Iterator[tuple[str, Tensor]]:
     """Every parameter by name, sorted, on the CPU, at process 0; the others only send theirs and give nothing.
 
-    ``own``: the parameters that this process has; ``owners[name]``: the process that tells it. All processes must go
-    through it to its end.
+    ``own``: the parameters that this process has; ``owners[name]``: the process that tells it, the first of its
+    ``tensor`` ranks, which gathers the parts of one in ``splits``. All processes must go through it to its end.
     """
     for name in sorted(owners):
         owner = owners[name]
+        others = range(owner + 1, owner + tensor) if name in splits else range(0)
+        if global_rank in others:
+            _send(own[name], control, to=owner)
         if owner == global_rank:
             weight = own[name].detach().cpu().contiguous()
+            if name in splits:
+                weight = splits[name].whole([weight, *(_receive(control, source) for source in others)])
             if global_rank == 0:
                 yield name, weight
             else:
-                control.send(torch.tensor(Layout.of(weight).numbers()), 0)
-                if weight.numel():
-                    control.send(weight.reshape(-1).view(torch.uint8), 0)
+                _send(weight, control, to=0)
         elif global_rank == 0:
-            header = torch.empty(HEADER_NUMBERS, dtype=torch.int64)
-            control.receive(header, owner)
-            layout = Layout.from_numbers(header.tolist())
-            flat = torch.empty(layout.num_bytes, dtype=torch.uint8)
-            if layout.num_bytes:
-                control.receive(flat, owner)
-            yield name, flat.view(layout.dtype).view(layout.shape)
+            yield name, _receive(control, owner)
+
+
+def _send(weight: Tensor, control: Group, *, to: int) -> None:
+    weight = weight.detach().cpu().contiguous()
+    control.send(torch.tensor(Layout.of(weight).numbers()), to)
+    if weight.numel():
+        control.send(weight.reshape(-1).view(torch.uint8), to)
+
+
+def _receive(control: Group, source: int) -> Tensor:
+    header = torch.empty(HEADER_NUMBERS, dtype=torch.int64)
+    control.receive(header, source)
+    layout = Layout.from_numbers(header.tolist())
+    flat = torch.empty(layout.num_bytes, dtype=torch.uint8)
+    if layout.num_bytes:
+        control.receive(flat, source)
+    return flat.view(layout.dtype).view(layout.shape)

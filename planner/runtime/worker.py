@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from multiprocessing import connection, parent_process
 from typing import Any
@@ -22,6 +22,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from planner.capture import Batch, Capture, ModelFile, capture_as, load_model_file
+from planner.capture.shard import shard
+from planner.capture.shard_split import Split
 from planner.errors import InputError
 from planner.runtime.board import Board, State
 from planner.runtime.checkpoint import Checkpoints, Content, Part, check, content_of, load
@@ -98,6 +100,7 @@ class _Worker:
         self.job = job
         self.global_rank = global_rank
         self.rank, self.replica = job.place_of(global_rank)
+        self.tensor_rank = global_rank % job.plan.parallel.tensor
         self.store = store
         self.verified: dict[str, Any] | None = None
         self.writer = board.writer(local_rank)
@@ -129,7 +132,7 @@ class _Worker:
             self._check_checkpoint(model_file, self.saved)
         self.writer.at(State.STARTING)
         reference = self._train_whole(model_file, captured)
-        trainer = self._trainer(model_file, captured)
+        trainer = self._trainer(model_file, self._part(captured))
         self._resume(trainer)
         self._barrier()
         figures = self._train(trainer, model_file, reference)
@@ -187,6 +190,11 @@ class _Worker:
             ),
         )
 
+    def _part(self, captured: Capture) -> Capture:
+        """What this process has of every layer."""
+        size = self.job.plan.parallel.tensor
+        return captured if size == 1 else shard(captured, tensor=size, rank=self.tensor_rank)
+
     def _trainer(self, model_file: ModelFile, captured: Capture) -> Trainer:
         job, plan = self.job, self.job.plan
         programs = self.programs = captured.stages([stage.layers for stage in plan.stages])
@@ -200,7 +208,7 @@ class _Worker:
         mine = rank_program[self.rank]
         transport = Transport(
             communicators,
-            prefix=f"replica{self.replica}",
+            prefix=f"replica{self.replica}.{self.tensor_rank}",
             rank=self.rank,
             pairs=pairs,
             inbox=mine.inbox,
@@ -210,10 +218,18 @@ class _Worker:
         )
         group = None
         if plan.parallel.data > 1:
-            group = Group(communicators.make(f"replicas{self.rank}", self.replica, plan.parallel.data))
+            name = f"replicas{self.rank}.{self.tensor_rank}"
+            group = Group(communicators.make(name, self.replica, plan.parallel.data))
         self.transport = transport
         module = initial_weights(model_file, job.seed)
         self._keep_unused(module)
+        self.splits: Mapping[str, Split] = {}
+        if captured.sharding is not None:
+            name = f"tensor{self.rank}.{self.replica}"
+            ranks = communicators.make(name, self.tensor_rank, plan.parallel.tensor)
+            captured.sharding.connect(Group(ranks, whom="other tensor ranks"))
+            captured.sharding.take_parts(module)
+            self.splits = captured.sharding.parameters
         return Trainer(
             model_file=model_file,
             module=module,
@@ -334,7 +350,9 @@ class _Worker:
             for _ in weights:
                 pass
         else:
-            self.verified = compare(reference, weights, losses.tolist(), exact=self.job.plan.parallel.data <= 2)
+            sizes = self.job.plan.parallel
+            exact = sizes.data <= 2 and sizes.tensor == 1
+            self.verified = compare(reference, weights, losses.tolist(), exact=exact)
 
     def _loss_rank(self) -> int:
         """The process that makes the loss, of the first replica."""
@@ -344,7 +362,10 @@ class _Worker:
 
     def _whole_weights(self, trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
         """All parameters at process 0."""
-        return whole_weights(trainer.parameters | self.unused, self.control, self.global_rank, self._owners())
+        own, sizes = trainer.parameters | self.unused, self.job.plan.parallel
+        return whole_weights(
+            own, self.control, self.global_rank, self._owners(), splits=self.splits, tensor=sizes.tensor
+        )
 
     def _owners(self) -> dict[str, int]:
         """The process that tells each parameter: the first one that has it."""

@@ -62,6 +62,7 @@ def plan_of(
     placement: Placement = Placement.LOOP,
     warmup: tuple[int, ...] | None = None,
     data: int = 1,
+    tensor: int = 1,
     recompute: bool = False,
     cut: Sequence[Sequence[str]] | None = None,
 ) -> Plan:
@@ -75,7 +76,9 @@ def plan_of(
         profile=PlannedProfile(path="none.json", sha256="0" * 64, provenance="estimated", device="none"),
         cluster=Cluster(),
         batch=Batch(global_batch=microbatch * microbatches * data, microbatch=microbatch, microbatches=microbatches),
-        parallel=Parallel(gpus=num_ranks * data, pipeline=num_ranks, virtual=virtual, data=data, tensor=1),
+        parallel=Parallel(
+            gpus=num_ranks * data * tensor, pipeline=num_ranks, virtual=virtual, data=data, tensor=tensor
+        ),
         schedule=PlannedSchedule(name=schedule, placement=placement, warmup=warmup),
         stages=tuple(
             Stage(

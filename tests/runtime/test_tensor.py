@@ -1,0 +1,75 @@
+"""Plans with several tensor ranks a stage: real processes, against one process, and against each other to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.runs import EVERYTHING, plan_of, run
+
+from planner.schedules import Placement, ScheduleName
+from tests.capture.real_models import REAL_MODELS
+from tests.capture.test_real_models import needs
+
+EXAMPLES = Path(__file__).parents[2] / "planner" / "examples"
+M = 4
+
+PLANS: dict[str, dict[str, Any]] = {
+    "1f1b": {"num_ranks": 2},
+    "interleaved": {"num_ranks": 2, "virtual": 2, "schedule": ScheduleName.INTERLEAVED},
+    "zb-h1": {"num_ranks": 2, "schedule": ScheduleName.ZB_H1},
+    "zb-v": {"num_ranks": 2, "virtual": 2, "schedule": ScheduleName.ZB_V, "placement": Placement.V},
+    "gpipe, recomputing": {"num_ranks": 2, "schedule": ScheduleName.GPIPE, "recompute": True},
+}
+
+
+def gpt(folder: Path, **settings: object) -> Path:
+    """The example with other settings."""
+    text = (EXAMPLES / "gpt.py").read_text()
+    for name, value in settings.items():
+        before = next(line for line in text.splitlines() if line.startswith(f"{name} = "))
+        text = text.replace(before, f"{name} = {value}")
+    path = folder / "gpt.py"
+    path.write_text(text)
+    return path
+
+
+def test_two_tensor_ranks_train_as_one_process(tmp_path: Path) -> None:
+    """Tied weights over stages, skips, batch norm, dropout, what is frozen: alike in one stage and split into I and W."""
+    whole = run(plan_of(EVERYTHING, num_ranks=1, microbatches=M), tmp_path).result
+    one = run(plan_of(EVERYTHING, num_ranks=1, microbatches=M, tensor=2), tmp_path, verify=True).result
+    two = run(plan_of(EVERYTHING, microbatches=M, tensor=2, **PLANS["zb-h1"]), tmp_path).result
+    assert one.losses == pytest.approx(whole.losses, rel=1e-5)
+    assert one.verify is not None
+    assert one.verify.equal
+    assert one.verify.loss_difference < 1e-5
+    assert (two.losses, two.weights_sha256) == (one.losses, one.weights_sha256)
+    assert len(one.ranks) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt", *(pytest.param(n, marks=needs[n]) for n in ("llama", "t5", "mixtral"))])
+def test_every_plan_trains_the_same_model(name: str, tmp_path: Path) -> None:
+    if name == "gpt":
+        path = gpt(tmp_path, TIED=True, BLOCKS=4)
+    else:
+        path = tmp_path / f"{name}.py"
+        path.write_text(REAL_MODELS[name])
+    whole = run(plan_of(path, num_ranks=1, microbatches=M), tmp_path).result
+    one = run(plan_of(path, num_ranks=1, microbatches=M, tensor=2), tmp_path).result
+    assert one.losses == pytest.approx(whole.losses, rel=1e-5)
+    for plan in PLANS.values():
+        other = run(plan_of(path, microbatches=M, tensor=2, **plan), tmp_path).result
+        assert (other.losses, other.weights_sha256) == (one.losses, one.weights_sha256), plan
+
+
+@pytest.mark.slow
+def test_pipeline_replicas_and_tensor_ranks_in_eight_processes(tmp_path: Path) -> None:
+    path = gpt(tmp_path, BLOCKS=4)
+    whole = run(plan_of(path, num_ranks=1, microbatches=4), tmp_path, steps=12).result
+    plan = plan_of(path, num_ranks=2, data=2, tensor=2, microbatches=2)
+    assert plan.parallel.gpus == 8
+    result = run(plan, tmp_path, steps=12).result
+    assert result.losses == pytest.approx(whole.losses, rel=1e-4)
+    assert result.losses[-1] < result.losses[0] - 0.3
