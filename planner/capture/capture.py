@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from planner.capture.analysis import Analysis, needed, settled
 from planner.capture.batch import Batch, to_device
 from planner.capture.dataflow import use_newest_aliases
-from planner.capture.export import Role, export
+from planner.capture.export import Autocast, Role, export
 from planner.capture.layers import Granularity
 from planner.capture.masks import fold_masks
 from planner.capture.model_file import ModelFile
@@ -151,6 +151,8 @@ def capture(
     with RandomStream(seed):
         batch = to_device(model_file.batch(microbatch_size), device)
         lifted = export(module, model_file, batch, fakes)
+    if model_file.autocast is not None:
+        lifted.autocast = Autocast(device=torch.device(device).type, dtype=model_file.autocast)
     fold_masks(lifted)
     use_newest_aliases(lifted)
     try:
@@ -169,7 +171,7 @@ def capture(
         batch=batch,
         layers=layers,
         edges=edges,
-        fingerprint=_fingerprint(layers, edges, module),
+        fingerprint=_fingerprint(layers, edges, module, model_file.autocast),
         analysis=analysis,
         fakes=fakes,
     )
@@ -287,10 +289,16 @@ def _from_inputs(analysis: Analysis) -> set[fx.Node]:
     return found
 
 
-def _fingerprint(layers: tuple[CapturedLayer, ...], edges: tuple[CapturedEdge, ...], module: nn.Module) -> str:
+def _fingerprint(
+    layers: tuple[CapturedLayer, ...],
+    edges: tuple[CapturedEdge, ...],
+    module: nn.Module,
+    autocast: torch.dtype | None,
+) -> str:
     """sha256 over layers, parameters and edges; the same at every micro-batch size and in every process."""
     held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     tensors = [[name, list(t.shape), str(t.dtype), t.requires_grad] for name, t in sorted(held.items())]
     parts = [[layer.name, layer.kind, layer.modules, layer.parameters, layer.buffers] for layer in layers]
     ways = [[edge.source, edge.target, [[tensor.name, tensor.grad] for tensor in edge.tensors]] for edge in edges]
-    return hashlib.sha256(json.dumps([tensors, parts, ways]).encode()).hexdigest()
+    told = [tensors, parts, ways] + ([] if autocast is None else [str(autocast)])
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()

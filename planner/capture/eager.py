@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.capture.batch import Batch, leaves, microbatch
 from planner.capture.capture import Capture
-from planner.capture.export import called, op_of, opaque_call
+from planner.capture.export import autocast_of, called, op_of, opaque_call
 from planner.capture.seeds import (
     RandomKey,
     RandomStream,
@@ -44,6 +45,7 @@ class EagerReference:
         self._model_file = capture.model_file
         self._size = capture.microbatch_size
         self._device = capture.device
+        self._autocast = partial(autocast_of, capture.analysis.lifted)
         self._whole: dict[str, list[str]] = {}
         for node in _opaque_nodes(capture):
             call = opaque_call(node)
@@ -51,8 +53,10 @@ class EagerReference:
             self._whole.setdefault(call.name, []).append(call.label)
         self._seeds, self._draws = _seeds_of(capture)
 
-    def step(self, batch: Batch, *, seed: int, step: int, first_microbatch: int = 0) -> list[Tensor]:
-        """Losses of one step's micro-batches; their mean's gradients are in ``.grad`` of the module's parameters."""
+    def step(
+        self, batch: Batch, *, seed: int, step: int, first_microbatch: int = 0, scale: float = 1.0
+    ) -> list[Tensor]:
+        """Losses of one step's micro-batches; their mean's gradients, times ``scale``, are in its ``.grad``."""
         (samples, *_) = (leaf.shape[0] for leaf in leaves(batch) if isinstance(leaf, Tensor))
         count = samples // self._size
         self.module.zero_grad(set_to_none=True)
@@ -62,10 +66,10 @@ class EagerReference:
             key = RandomKey(seed, step, first_microbatch + index)
             mode = _Ordinals(self._seeding(key))
             whole = [(self.module.get_submodule(name), labels) for name, labels in self._whole.items()]
-            with mode, mode.apart(whole, self._seeding_whole(key)):
+            with mode, mode.apart(whole, self._seeding_whole(key)), self._autocast():
                 loss = self._model_file.loss(called(self.module, part.inputs), part.target)
             self.aligned &= mode.count == self._draws
-            loss.backward(torch.full_like(loss, 1 / count))
+            loss.backward(torch.full_like(loss, 1 / count * scale))
             losses.append(loss.detach())
         return losses
 
@@ -169,7 +173,7 @@ def _seeds_of(capture: Capture) -> tuple[dict[int, int], int]:
     calls = {op_of(node).module: opaque_call(node) for node in _opaque_nodes(capture)}
     whole = [(module, [call.label]) for module, call in calls.items() if call is not None]
     recorder = _Recorder(ordinals, frozenset(salt_of(label) for _, labels in whole for label in labels))
-    with RandomStream(0), torch.no_grad(), ordinals, ordinals.apart(whole, lambda _: None):
+    with RandomStream(0), torch.no_grad(), program.autocast(), ordinals, ordinals.apart(whole, lambda _: None):
         program.run(
             *(parameters[leaf.parameter] for leaf in program.leaves),
             *(buffers[name].clone() for name in program.buffers),

@@ -48,6 +48,23 @@ class Scope:
 
 
 @dataclass(slots=True, kw_only=True)
+class Autocast:
+    """What forwards run under: their matrix products in ``dtype``."""
+
+    device: str
+    dtype: torch.dtype
+
+    def __call__(self) -> torch.autocast:
+        """The context."""
+        return torch.autocast(self.device, dtype=self.dtype)
+
+
+def autocast_of(lifted: Lifted) -> contextlib.AbstractContextManager[Any]:
+    """The context that a graph runs under."""
+    return contextlib.nullcontext() if lifted.autocast is None else lifted.autocast()
+
+
+@dataclass(slots=True, kw_only=True)
 class Lifted:
     """The graph. ``roles``: each placeholder's role and name (an index for inputs); the one output is the loss."""
 
@@ -58,6 +75,7 @@ class Lifted:
     sized_by_values: set[fx.Node] = field(default_factory=set)  # tensors whose shapes are another at every batch
     constants: dict[str, Tensor] = field(default_factory=dict)
     modules: dict[str, nn.Module] = field(default_factory=dict)  # sub-graphs that higher-order ops are called with
+    autocast: Autocast | None = None  # what the whole graph runs under
 
 
 class WithLoss(nn.Module):
@@ -331,7 +349,9 @@ class _Copy:
         if isinstance(value, nn.Module):
             name = f"region_{len(self.lifted.modules)}"
             self.lifted.modules[name] = value
-            return self.lifted.graph.create_node("get_attr", name)
+            node = self.lifted.graph.create_node("get_attr", name)
+            node.meta["code"] = str(getattr(value, "code", type(value).__name__))
+            return node
         if isinstance(value, (tuple, list)):
             return type(value)(self._with_modules(entry) for entry in value)
         return value
@@ -370,6 +390,7 @@ def _autocast_region(
     def context() -> contextlib.AbstractContextManager[Any]:
         return torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache)
 
+    context.__name__ = f"autocast {device} {dtype} {enabled}"
     return context, region, given
 
 
@@ -391,6 +412,7 @@ def _within(op: Callable[..., Any], contexts: tuple[_Context, ...]) -> Callable[
             return op(*args, **kwargs)
 
     within.wrapped = op  # type: ignore[attr-defined]
+    within.regions = tuple(context.__name__ for context in contexts)  # type: ignore[attr-defined]
     return within
 
 

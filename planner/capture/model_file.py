@@ -7,11 +7,14 @@ def optimizer(params) -> Optimizer                    default AdamW
 def data(size) -> iterable of (inputs, target)        default: batch(size) under a seed per step
 global_batch = 64                                     samples per optimizer step
 leaves = ["blocks.3.attn"]                            modules to keep whole
+clip_norm = 1.0                                       gradients are clipped by their norm over the whole model
+autocast = "bfloat16"                                 forwards run under torch.autocast; "float16": with loss scaling
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import sys
 import traceback
@@ -20,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +43,8 @@ class ModelFile:
     path: Path
     global_batch: int | None
     leaves: tuple[str, ...]
+    clip_norm: float | None = None
+    autocast: torch.dtype | None = None
     functions: Mapping[str, Callable[..., Any]] = field(repr=False)
 
     @property
@@ -183,7 +188,24 @@ def load_model_file(path: Path) -> ModelFile:
     kept = namespace.get("leaves", ())
     if not isinstance(kept, (list, tuple)) or not all(isinstance(name, str) for name in kept):
         raise InputError(f"{path}: leaves is {kept!r}", hint='it lists module names, e.g. leaves = ["blocks.3.attn"]')
-    return ModelFile(path=path, global_batch=size, leaves=tuple(kept), functions=functions)
+    norm = namespace.get("clip_norm")
+    if norm is not None and (isinstance(norm, bool) or not isinstance(norm, (int, float)) or not 0 < norm < math.inf):
+        raise InputError(f"{path}: clip_norm is {norm!r}", hint="it is the largest norm of the gradients, over 0")
+    cast = namespace.get("autocast")
+    if cast is not None and (not isinstance(cast, str) or cast not in AUTOCASTS):
+        raise InputError(f"{path}: autocast is {cast!r}", hint=f"one of {', '.join(map(repr, AUTOCASTS))}")
+    return ModelFile(
+        path=path,
+        global_batch=size,
+        leaves=tuple(kept),
+        clip_norm=None if norm is None else float(norm),
+        autocast=None if cast is None else AUTOCASTS[cast],
+        functions=functions,
+    )
+
+
+AUTOCASTS: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+"""What the model file may ask for."""
 
 
 _WANTED = {

@@ -6,15 +6,18 @@ and values derived from inputs are rebuilt here; a seed goes before the first ra
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from planner.capture.analysis import Analysis, needed
-from planner.capture.export import Role, opaque_call
+from planner.capture.derived import derived_weights, split_derived
+from planner.capture.export import Role, autocast_of, opaque_call
 from planner.capture.seeds import salt_of, seed_layer, seed_layer_cuda, seed_opaque, seed_opaque_cuda
 from planner.capture.splitting import SplitOp, leaf_numbers, split_ops
 from planner.capture.trace import is_random
@@ -40,6 +43,10 @@ class Boundary:
     def grad(self) -> bool:
         """Whether a gradient comes back."""
         return bool(self.grad_readers)
+
+    def example(self) -> Tensor:
+        """A tensor of its kind, on meta."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
 
     @property
     def num_bytes(self) -> int:
@@ -77,10 +84,20 @@ class StageProgram:
         """The parameters this stage uses; tied ones are used by other stages too."""
         return tuple(dict.fromkeys(leaf.parameter for leaf in self.leaves))
 
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """What a forward runs under."""
+        return autocast_of(self.source.analysis.lifted)
+
     @property
     def has_loss(self) -> bool:
         """Whether the loss is made here."""
         return self.loss_dtype is not None
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        """The ops of the captured graph that run here, in order."""
+        order = self.source.analysis.flow.order
+        return sorted({*self.source.nodes, *self.source.rebuilt}, key=order.__getitem__)
 
     @cached_property
     def roots(self) -> tuple[str, ...]:
@@ -104,7 +121,7 @@ class StageProgram:
     @cached_property
     def run(self) -> Callable[..., tuple[Tensor, ...]]:
         """``run(*leaves, *buffers, *constants, *inputs, *received, key)`` -> tensors of ``sends``, then the loss."""
-        return _compiled(self.source, {})
+        return _compiled(self.source, {}, frozenset())
 
     @cached_property
     def split(self) -> dict[fx.Node, SplitOp]:
@@ -112,9 +129,14 @@ class StageProgram:
         return split_ops(self.source.analysis, self.source.nodes, self.source.leaf_numbers)
 
     @cached_property
+    def derived(self) -> frozenset[fx.Node]:
+        """The weights made out of parameters alone whose backward I leaves to W."""
+        return derived_weights(self.source.analysis, self.source.nodes, set(self.split))
+
+    @cached_property
     def run_split(self) -> Callable[..., tuple[Tensor, ...]]:
         """As ``run``, followed by a token that requires grad and a WeightQueue; the leaves of W come detached."""
-        return _compiled(self.source, self.split)
+        return _compiled(self.source, self.split, self.derived)
 
     @cached_property
     def split_leaves(self) -> frozenset[int]:
@@ -213,26 +235,29 @@ def _boundary(analysis: Analysis, node: fx.Node, stage_of: dict[int, int]) -> Bo
 # --- writing the graph ------------------------------------------------------------------------------------------------
 
 
-def _compiled(source: _Source, split: dict[fx.Node, SplitOp]) -> Callable[..., tuple[Tensor, ...]]:
+def _compiled(
+    source: _Source, split: dict[fx.Node, SplitOp], derived: frozenset[fx.Node]
+) -> Callable[..., tuple[Tensor, ...]]:
     root = torch.nn.Module()
     for name, module in source.analysis.lifted.modules.items():
         root.add_module(name, module)
-    graph = _Writer(source, split).graph
+    graph = _Writer(source, split, derived).graph
     return fx.GraphModule(root, graph).forward
 
 
 class _Writer:
     """Writes a stage's graph."""
 
-    def __init__(self, source: _Source, split: dict[fx.Node, SplitOp]) -> None:
+    def __init__(self, source: _Source, split: dict[fx.Node, SplitOp], derived: frozenset[fx.Node]) -> None:
         self._source = source
         self._split = split
+        self._derived = derived
         self.graph = fx.Graph()
         self._leaves = {key: self.graph.placeholder(f"{key[0].name}_{key[1]}") for key in source.leaves}
         arguments = (*source.buffers, *source.constants, *source.inputs, *source.receives)
         self._made: dict[fx.Node, fx.Node] = {node: self.graph.placeholder(node.name) for node in arguments}
         self._key = self.graph.placeholder("random_key")
-        if split:
+        if split or derived:
             self._token = self.graph.placeholder("token")
             self._queue = self.graph.placeholder("weight_queue")
         self._copy_what_is_changed()
@@ -263,6 +288,9 @@ class _Writer:
                 seeded.add(layer)
                 self.graph.call_function(seed, (self._key, salt_of(analysis.segments[layer].name)))
             self._made[node] = self._op(node, layer)
+            if node in self._derived:
+                arguments = (self._made[node], self._token, self._queue)
+                self._made[node] = self.graph.call_function(split_derived, arguments)
 
     def _op(self, node: fx.Node, layer: int | None) -> fx.Node:
         def argument(used: fx.Node) -> fx.Node:

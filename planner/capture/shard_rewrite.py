@@ -38,6 +38,7 @@ class Rewriter:
             scopes={},
             constants=dict(old.constants),
             modules=dict(old.modules),
+            autocast=old.autocast,
         )
         self.layer_of: dict[fx.Node, int] = {}
         self._write()

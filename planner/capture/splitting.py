@@ -22,14 +22,28 @@ _Function = Callable[..., Tensor]
 _LeafKey = tuple[str, int]  # the parameter's name, the layer's number
 
 
-def split_matmul(*arguments: Any) -> Tensor:
+def split_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
     """SplitMatmul as a function that a graph can call."""
-    return SplitMatmul.apply(*arguments)  # type: ignore[no-any-return,no-untyped-call]
+    return _cast_and_apply(SplitMatmul, x, weight, bias, *rest)
 
 
-def split_convolution(*arguments: Any) -> Tensor:
+def split_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
     """SplitConvolution as a function that a graph can call."""
-    return SplitConvolution.apply(*arguments)  # type: ignore[no-any-return,no-untyped-call]
+    return _cast_and_apply(SplitConvolution, x, weight, bias, *rest)
+
+
+def _cast_and_apply(
+    function: Any, x: Tensor, weight: Tensor, bias: Tensor | None, settings: Any, dtype: torch.dtype | None, *rest: Any
+) -> Tensor:
+    """Apply a function; ``dtype``: what autocast has it compute in, so that what comes in is cast before it.
+
+    The weights' gradients then come in that type; they are cast as they are added to the leaves, as autograd does it.
+    """
+    if dtype is None:
+        return function.apply(x, weight, bias, settings, *rest)  # type: ignore[no-any-return]
+    with torch.autocast(x.device.type, enabled=False):
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        return function.apply(x, weight, bias, settings, *rest)  # type: ignore[no-any-return]
 
 
 def split_embedding(*arguments: Any) -> Tensor:
@@ -120,9 +134,9 @@ class _Match:
         if target in (aten.mm.default, aten.matmul.default):
             return self._matmul(node, args[0], args[1], None, transposed=False)
         if target in _CONVOLUTIONS:
-            return self._convolution(_CONVOLUTIONS[target], args, transposed=False)
+            return self._convolution(node, _CONVOLUTIONS[target], args, transposed=False)
         if target in _TRANSPOSED_CONVOLUTIONS:
-            return self._convolution(_TRANSPOSED_CONVOLUTIONS[target], args, transposed=True)
+            return self._convolution(node, _TRANSPOSED_CONVOLUTIONS[target], args, transposed=True)
         if target is aten.embedding.default:
             return self._embedding(args)
         return None
@@ -158,10 +172,20 @@ class _Match:
         if bias is not None and values.dim() > 2 and not values.is_contiguous():
             return None  # torch then adds the bias after the product, not within
         return SplitOp(
-            function=split_matmul, values=(x, weight, bias), settings=(transposed,), weights=(weight, *biases)
+            function=split_matmul,
+            values=(x, weight, bias),
+            settings=(transposed, self._cast(node, x, weight)),
+            weights=(weight, *biases),
         )
 
-    def _convolution(self, dimensions: int, args: tuple[Any, ...], *, transposed: bool) -> SplitOp | None:
+    def _cast(self, node: fx.Node, *given: fx.Node) -> torch.dtype | None:
+        """The type that autocast turned the op's tensors into."""
+        (made, *types) = (tensor.dtype for n in (node, *given) if (tensor := self._facts[n].tensor) is not None)
+        return None if all(dtype == made for dtype in types) else made
+
+    def _convolution(
+        self, node: fx.Node, dimensions: int, args: tuple[Any, ...], *, transposed: bool
+    ) -> SplitOp | None:
         ones, zeros = [1] * dimensions, [0] * dimensions
         if transposed:  # input, weight, bias, stride, padding, output_padding, groups, dilation
             given = (*args, *(None, ones, zeros, zeros, 1, ones)[len(args) - 2 :])
@@ -179,7 +203,10 @@ class _Match:
         lists = [list(value) for value in (stride, padding, dilation, output_padding)]
         settings = (lists[0], lists[1], lists[2], transposed, lists[3], groups)
         return SplitOp(
-            function=split_convolution, values=(x, weight, bias), settings=(settings,), weights=(weight, *biases)
+            function=split_convolution,
+            values=(x, weight, bias),
+            settings=(settings, self._cast(node, x, weight)),
+            weights=(weight, *biases),
         )
 
     def _embedding(self, args: tuple[Any, ...]) -> SplitOp | None:

@@ -210,9 +210,9 @@ class Stage:
         """The forward with its autograd graph."""
         program = self.program
         pending = _Pending(queue=WeightQueue() if split else None)
-        split = split and bool(program.split)
+        split = split and bool(program.split or program.derived)
         aliases = []
-        with torch.enable_grad():
+        with torch.enable_grad(), program.autocast():
             for boundary, tensor in zip(program.receives, tensors, strict=True):
                 if program.index in boundary.grad_readers:
                     tensor = _Receive.apply(tensor.detach().requires_grad_(), pending.box, boundary.name)  # type: ignore[no-untyped-call]
@@ -309,7 +309,7 @@ def _accumulate(leaf: Tensor, gradient: Tensor) -> None:
     """As autograd does it: the first gradient in the layout of the leaf, the others added in place."""
     if leaf.grad is not None:
         leaf.grad.add_(gradient)
-    elif gradient.stride() == leaf.stride():
+    elif gradient.stride() == leaf.stride() and gradient.dtype == leaf.dtype:
         leaf.grad = gradient
     else:
         leaf.grad = torch.empty_like(leaf, memory_format=torch.preserve_format).copy_(gradient)

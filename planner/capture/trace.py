@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
-from planner.capture.export import Lifted, Role, op_of, opaque_call
+from planner.capture.export import Lifted, Role, autocast_of, op_of, opaque_call
 from planner.capture.made_up import RealCall
 from planner.capture.weightless import Fakes
 from planner.errors import InputError
@@ -122,7 +122,7 @@ class _Run:
         values: dict[fx.Node, Any] = {}
         last_use = {used: node for node in self._lifted.graph.nodes for used in node.all_input_nodes}
         counter = FlopCounterMode(display=False)
-        with contextlib.nullcontext() if self._fakes is None else self._fakes.mode, counter:
+        with contextlib.nullcontext() if self._fakes is None else self._fakes.mode, autocast_of(self._lifted), counter:
             for node in self._lifted.graph.nodes:
                 if node.op == "output":
                     loss: Tensor = values[node.args[0]]

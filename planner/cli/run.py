@@ -40,14 +40,18 @@ def run(
     checkpoint_every: int | None = typer.Option(None, min=1, metavar="N", help="Make one after every N steps too."),
     resume: bool = typer.Option(False, "--resume", help="Go on from the newest checkpoint of --checkpoint."),
     log: Path | None = typer.Option(None, help="Write a JSON line a step: step, loss, seconds, samples per second."),
+    trace: Path | None = typer.Option(
+        None, help="Write when each action ran, for show --measured and ui.perfetto.dev."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print the result as one JSON document."),
 ) -> None:
     """Train as a plan says, one process a GPU, and set what was measured beside what was predicted."""
     from planner.cli.simulate import warn_if_stale
     from planner.errors import InputError, RunError
-    from planner.files import plain
+    from planner.files import check_writable, plain
     from planner.plan import read_plan
     from planner.plan.check import check_plan, profile_of
+    from planner.report.trace import write_recording
     from planner.runtime.run import RunOptions, run_plan
     from planner.runtime.saved import newest, step_of
 
@@ -62,6 +66,7 @@ def run(
         checkpoints=checkpoint,
         checkpoint_every=checkpoint_every,
         resume=resume,
+        record=trace is not None,
     )
     said = read_plan(plan)
     with suppress(InputError):  # a run needs no profile: one that is not there tells nothing
@@ -69,12 +74,17 @@ def run(
         warn_if_stale(said, profile, plan)
         for overflow in check_plan(said, profile).overflows:
             err.print(f"remark: does not fit: {overflow}", markup=False, soft_wrap=True)
+    if trace is not None:
+        check_writable(trace)
     found = newest(checkpoint) if checkpoint and resume else None
     with _Progress(steps, said.batch.global_batch, log, start=step_of(found) if found else 0) as progress:
         outcome = run_plan(plan, options, progress)
     if outcome is None:
         err.print("done; node 0 tells the result")
         return
+    if trace is not None and outcome.recording is not None:
+        write_recording(trace, outcome.recording, said)
+        err.print(f"wrote {trace}: lay it over the plan with show --measured", markup=False, soft_wrap=True)
     if as_json:
         print_json({"predicted": None} | plain(outcome.result))
     else:

@@ -44,6 +44,7 @@ from planner.runtime.saved import (
     unfinished,
     write_synced,
 )
+from planner.runtime.scaling import LossScaling
 from planner.runtime.transport import Group
 
 FILE_BYTES = 1 << 30
@@ -65,6 +66,10 @@ class Part(Protocol):
     def optimizer(self) -> NamedOptimizer | None:
         """None where nothing is trained."""
 
+    @property
+    def scaling(self) -> LossScaling | None:
+        """Where losses are in float16."""
+
 
 class TrainedPart(Part, Protocol):
     """What a checkpoint is made of."""
@@ -81,6 +86,7 @@ class WholeModel:
     parameters: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
     optimizer: NamedOptimizer | None
+    scaling: LossScaling | None
 
 
 @dataclass(kw_only=True)
@@ -89,6 +95,7 @@ class Content:
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
+    scaler: dict[str, Any] | None = None
 
 
 def content_of(trained: TrainedPart, *, rank_writes: Collection[str], replica: int, replicas: int) -> Content:
@@ -103,6 +110,8 @@ def content_of(trained: TrainedPart, *, rank_writes: Collection[str], replica: i
     for name, buffer in trained.buffers.items():
         if name in (rank_writes if name in trained.changed_buffers else mine):
             content.tensors[_of_replica(replica, name) if name in trained.changed_buffers else name] = buffer
+    if trained.scaling is not None:
+        content.scaler = trained.scaling.kept()
     if trained.optimizer is not None:
         entries, tensors = trained.optimizer.kept()
         content.optimizer = {name: entry for name, entry in entries.items() if name in mine}
@@ -135,7 +144,7 @@ class Checkpoints:
     model: SavedModel
     batch: SavedBatch
 
-    def save(self, step: int, content: Content, scaler: dict[str, Any] | None) -> None:
+    def save(self, step: int, content: Content) -> None:
         """Write the state before step ``step``. When it returns the checkpoint is whole, on every process."""
         written = unfinished(self.folder, step, self.run)
         self.board.at(State.CHECKPOINT)
@@ -149,7 +158,7 @@ class Checkpoints:
         sync_folder(written)
         self._wait()
         if self.process == 0:
-            self._finish(written, step, scaler)
+            self._finish(written, step, content.scaler)
         self._wait()
 
     def _wait(self) -> None:
@@ -265,6 +274,8 @@ def _load(path: Path, saved: Saved, part: Part, replica: int) -> None:
         load_tensors(targets, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
     if part.optimizer is not None:
         part.optimizer.restore(entries, targets)
+    if part.scaling is not None and saved.scaler is not None:
+        part.scaling.restore(saved.scaler)
 
 
 def _empty(metadata: Any) -> Tensor:

@@ -102,7 +102,8 @@ class Executor:
         self._transport = transport
         self._stopwatch = stopwatch
         self._board = board
-        self._loss_scale = loss_scale
+        self.loss_scale = loss_scale
+        """The gradient of each micro-batch's loss."""
         self._split = {(k, m) for k, letter, m in (step.action for step in program.steps) if letter in _SPLIT}
         last = {step.action.stage: step for step in program.steps if step.action.letter in _ENDS}
         places: dict[Key, int] = {}
@@ -170,9 +171,9 @@ class Executor:
                 losses[m] = forwarded.loss
             return forwarded.sent
         if letter is Letter.BACKWARD:
-            return stage.backward(m, given, self._loss_scale)
+            return stage.backward(m, given, self.loss_scale)
         if letter is Letter.BACKWARD_INPUT:
-            return stage.backward_input(m, given, self._loss_scale)
+            return stage.backward_input(m, given, self.loss_scale)
         stage.backward_weight(m)
         return {}
 

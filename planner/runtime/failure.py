@@ -14,6 +14,7 @@ import torch
 import planner
 from planner.errors import InputError, PipeplanError, RunError
 from planner.runtime.board import Slot, State
+from planner.runtime.job import RunJob
 from planner.schedules import Action
 
 _NOT_THE_USERS = tuple(str(Path(module.__file__ or "").parent) for module in (planner, torch, multiprocessing))
@@ -54,15 +55,31 @@ class Failure:
         return kind(self.message, hint=self.hint)
 
 
-def place(rank: int, slot: Slot, order: tuple[Action, ...]) -> str:
-    """Where a rank is: ``rank 1, stage 1, micro-batch 3, action 1F3, step 0``."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Where:
+    """Which process it is: ``words`` name its rank, and its replica where there are several."""
+
+    words: str
+    order: tuple[Action, ...]
+
+    @classmethod
+    def of(cls, job: RunJob, global_rank: int) -> Where:
+        """A process of a run."""
+        rank, replica = job.place_of(global_rank)
+        words = f"rank {rank}" + (f" of replica {replica}" if job.plan.parallel.data > 1 else "")
+        return cls(words=words, order=job.schedule[rank])
+
+
+def place(where: Where, slot: Slot) -> str:
+    """What a process was at: ``rank 1, stage 1, micro-batch 3, action 1F3, step 0``."""
+    rank, order = where.words, where.order
     if slot.state in (State.WAITING, State.RUNNING) and 0 <= slot.position < len(order):
         action = order[slot.position]
-        words = f"rank {rank}, stage {action.stage}, micro-batch {action.microbatch}, action {action}, step {slot.step}"
+        words = f"{rank}, stage {action.stage}, micro-batch {action.microbatch}, action {action}, step {slot.step}"
         return words + (", waiting for its messages" if slot.state is State.WAITING else "")
     phase = _PHASES.get(slot.state, "")
     step = "" if slot.state in (State.STARTING, State.ENDING) else f", step {slot.step}"
-    return f"rank {rank}{step}, {phase}"
+    return f"{rank}{step}, {phase}"
 
 
 def raised(error: BaseException, where: str) -> Failure:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from statistics import median
-from typing import Any
+from typing import Any, Final
 
 from planner.runtime.trainer import StepRecord, Trainer
+
+RECORDED_STEPS: Final = 20
+"""Of the last so many steps it is kept when each action began and ended."""
 
 
 class RankFigures:
@@ -21,6 +25,8 @@ class RankFigures:
         self._busy: list[float] = []
         self._begins: dict[int, float] = {0: 0.0}
         self._actions: dict[str, list[float]] = {}
+        self._starts: deque[list[float]] = deque(maxlen=RECORDED_STEPS)
+        self._stops: deque[list[float]] = deque(maxlen=RECORDED_STEPS)
         self.losses: list[float] = []
 
     def begin(self) -> None:
@@ -41,6 +47,10 @@ class RankFigures:
         seconds = self._watch.seconds
         self._ends.append(seconds(self._origin, record.end))
         self._last_actions.append(seconds(self._origin, record.spans[-1].end))
+        first = record.spans[0].start
+        begun = seconds(self._origin, first)  # events give four bytes' precision: best over short times
+        self._starts.append([begun + seconds(first, span.start) for span in record.spans])
+        self._stops.append([begun + seconds(first, span.end) for span in record.spans])
         busy = 0.0
         rows: dict[str, list[float]] = {}
         for action, span in zip(self._trainer.order, record.spans, strict=True):
@@ -51,10 +61,14 @@ class RankFigures:
         for name, row in rows.items():
             self._actions.setdefault(name, []).append(median(row))
 
-    def told(self) -> dict[str, Any]:
-        """All of it as plain data: lists over steps; ``actions``: medians over steps, by stage and letter."""
+    def told(self, *, rows: bool) -> dict[str, Any]:
+        """All of it as plain data: lists over steps; ``actions``: medians over steps, by stage and letter.
+
+        ``rows``: with ``starts`` and ``stops`` too, the last steps' actions one by one, in the rank's order.
+        """
         self._settle()
-        return {
+        kept = {"starts": list(self._starts), "stops": list(self._stops)} if rows else {}
+        return kept | {
             "ends": self._ends,
             "last_actions": self._last_actions,
             "busy": self._busy,

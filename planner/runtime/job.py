@@ -28,6 +28,8 @@ class RunJob:
     """Steps between checkpoints; None: only after the last step."""
     resume: Path | None
     """The checkpoint that it goes on from."""
+    record: bool
+    """Whether it tells when each action of the last steps ran."""
     device: str
     folder: Path
     """Of this machine's board and stacks."""

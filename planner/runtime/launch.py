@@ -28,7 +28,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from planner.errors import RunError
 from planner.runtime.board import Board, Slot, State
-from planner.runtime.failure import Failure, died, hung, left, place
+from planner.runtime.failure import Failure, Where, died, hung, left, place
 from planner.runtime.job import RunJob
 from planner.runtime.server import start_method
 from planner.runtime.worker import FAILURE_KEY, STORE_PREFIX, main
@@ -304,8 +304,7 @@ class _Watch:
         return path.read_text() if path.exists() else ""
 
     def _place(self, process: int) -> str:
-        rank, _ = self._job.place_of(self._first + process)
-        return place(rank, self._board.read(process), self._job.schedule[rank])
+        return place(Where.of(self._job, self._first + process), self._board.read(process))
 
     def _tell(self, failure: Failure) -> None:
         with suppress(RuntimeError):

@@ -30,9 +30,8 @@ class NamedOptimizer:
         self._given = [_settings(group) for group in optimizer.param_groups]
 
     def step(self) -> None:
-        """Update the parameters by their gradients, and let those go."""
+        """Update the parameters by their gradients."""
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
 
     # --- to a checkpoint and back -------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from planner.capture import Batch, Capture, EagerReference, ModelFile
 from planner.capture.batch import to_device
@@ -16,6 +16,7 @@ from planner.runtime.board import State, Writer
 from planner.runtime.checkpoint import Part, WholeModel
 from planner.runtime.messages import rank_programs
 from planner.runtime.optimizer import NamedOptimizer
+from planner.runtime.scaling import LossScaling
 from planner.runtime.trainer import Shape, Trainer, initial_weights, routes_of
 from planner.schedules import Action, Letter
 
@@ -71,6 +72,7 @@ def train_whole(
         device=device,
         transport=None,
         group=None,
+        pipeline=None,
         board=board,
     )
     restore(trainer)
@@ -101,12 +103,18 @@ def _eager_losses(
     eager = EagerReference(captured)
     parameters = dict(eager.module.named_parameters())
     optimizer = NamedOptimizer(model_file.optimizer(parameters.values()), parameters)
-    restore(WholeModel(parameters=parameters, buffers=dict(eager.module.named_buffers()), optimizer=optimizer))
+    scaling = LossScaling(group=None, device=captured.device) if model_file.autocast is torch.float16 else None
+    buffers = dict(eager.module.named_buffers())
+    restore(WholeModel(parameters=parameters, buffers=buffers, optimizer=optimizer, scaling=scaling))
     means = []
     for step, batch in steps:
         board.at(State.VERIFYING)
-        losses = eager.step(to_device(batch, captured.device), seed=seed, step=step)
-        optimizer.step()
+        scale = scaling.scale if scaling is not None else 1.0
+        losses = eager.step(to_device(batch, captured.device), seed=seed, step=step, scale=scale)
+        if scaling is None or scaling.unscale(parameters.values()):
+            if model_file.clip_norm is not None:
+                nn.utils.clip_grad_norm_(parameters.values(), model_file.clip_norm)
+            optimizer.step()
         means.append(sum(loss.item() for loss in losses) / len(losses))
     return tuple(means) if eager.aligned else None
 

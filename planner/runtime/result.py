@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from planner.plan import schedule_of
 from planner.plan.plan import Plan, Predicted
 from planner.record import Bytes, Index, Seconds, record
+from planner.runtime.recording import Recording, recording_of
 
 NEAR = 0.05
 """Measured within this of predicted is as predicted."""
@@ -65,11 +67,15 @@ class Measured:
 
 @record
 class Outcome:
-    """A run's result, and what is said about it; ``measured`` is None where no step was left to do."""
+    """A run's result, and what is said about it; ``measured`` is None where no step was left to do.
+
+    ``recording``: a step, action by action, where that was asked for.
+    """
 
     result: RunResult
     measured: Measured | None
     advice: str
+    recording: Recording | None = None
 
 
 def outcome_of(plan: Plan, told: Sequence[Mapping[str, Any]], *, crowded: bool) -> Outcome:
@@ -111,7 +117,24 @@ def outcome_of(plan: Plan, told: Sequence[Mapping[str, Any]], *, crowded: bool) 
         predicted=plan.predicted,
         verify=Verified(**verified) if verified else None,
     )
-    return Outcome(result=result, measured=measured, advice=_advice(plan, result, measured, crowded=crowded))
+    return Outcome(
+        result=result,
+        measured=measured,
+        advice=_advice(plan, result, measured, crowded=crowded),
+        recording=_recording(plan, told, measured),
+    )
+
+
+def _recording(plan: Plan, told: Sequence[Mapping[str, Any]], measured: Measured | None) -> Recording | None:
+    if measured is None or "starts" not in told[0]:
+        return None
+    return recording_of(
+        plan,
+        schedule_of(plan),
+        told,
+        iteration_s=measured.iteration_s,
+        bubble_fraction=max(0.0, measured.bubble_fraction),
+    )
 
 
 def _advice(plan: Plan, result: RunResult, measured: Measured | None, *, crowded: bool) -> str:

@@ -38,6 +38,7 @@ class RunOptions:
     checkpoints: Path | None = None
     checkpoint_every: int | None = None
     resume: bool = False
+    record: bool = False
 
 
 def run_plan(path: Path, options: RunOptions, listener: Listener) -> Outcome | None:
@@ -73,6 +74,7 @@ def run_plan(path: Path, options: RunOptions, listener: Listener) -> Outcome | N
     asked = {
         "plan": plain(plan), "steps": options.steps, "seed": options.seed, "verify": options.verify,
         "checkpoints": options.checkpoints is not None, "every": options.checkpoint_every, "start": start,
+        "record": options.record,
     }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="pipeplan-run-") as folder:
         job = RunJob(
@@ -86,6 +88,7 @@ def run_plan(path: Path, options: RunOptions, listener: Listener) -> Outcome | N
             checkpoints=options.checkpoints.resolve() if options.checkpoints else None,
             checkpoint_every=options.checkpoint_every,
             resume=resumed,
+            record=options.record,
             device=device,
             folder=Path(folder),
             one_node=options.nnodes == 1,

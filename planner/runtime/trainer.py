@@ -25,11 +25,13 @@ from planner.capture import (
 )
 from planner.capture.batch import to_device
 from planner.runtime.board import State, Writer
+from planner.runtime.clipping import Clipping
 from planner.runtime.executor import CudaStopwatch, Executor, HostStopwatch, Mark, Span, Stopwatch
 from planner.runtime.memory import LivePeak, state_bytes, total_bytes
 from planner.runtime.messages import RankProgram, Routes, routes
 from planner.runtime.optimizer import NamedOptimizer
 from planner.runtime.replicas import Replicas
+from planner.runtime.scaling import LossScaling
 from planner.runtime.transport import Group, Transport
 from planner.schedules import Action
 
@@ -78,9 +80,10 @@ class Trainer:
         device: torch.device,
         transport: Transport | None,
         group: Group | None,
+        pipeline: Group | None,
         board: Writer,
     ) -> None:
-        """``group``: of this rank's replicas on other processes; None where there are none."""
+        """``group``: of this rank's replicas, ``pipeline``: of this replica's ranks; None where there is but one."""
         self.rank = program.rank
         self._shape = shape
         self._seed = seed
@@ -109,6 +112,19 @@ class Trainer:
             board=board,
             loss_scale=1.0 / (shape.num_microbatches * shape.data),
         )
+        self._loss_scale = self._executor.loss_scale
+        self.scaling: LossScaling | None = None
+        if model_file.autocast is torch.float16:
+            self.scaling = LossScaling(group=pipeline, device=device)
+        self._clipping: Clipping | None = None
+        if model_file.clip_norm is not None:
+            self._clipping = Clipping(
+                model_file.clip_norm,
+                names=[name for name, parameter in module.named_parameters() if parameter.requires_grad],
+                counted=_first_here(found.ranks, programs, program.rank),
+                group=pipeline,
+                device=device,
+            )
         self._reads_data = any(programs[k].inputs for k in numbers)
         self._has_loss = any(programs[k].has_loss for k in numbers)
         self._live_bytes = self._steps_done = 0
@@ -128,15 +144,15 @@ class Trainer:
         else:
             losses, spans = self._gradients(step, batch)
         self._steps_done += 1
-        self._board.at(State.OPTIMIZER)
-        if self.optimizer is not None:
-            self.optimizer.step()
+        self._update()
         return StepRecord(spans=spans, end=self._stopwatch.mark(), losses=self._loss_values(losses))
 
     def _gradients(self, step: int, batch: Batch) -> tuple[list[Tensor], tuple[Span, ...]]:
         """All actions, and every parameter's gradient of the whole batch in its ``.grad``."""
         losses: list[Tensor] = []
         sums: dict[str, Tensor] = {}
+        if self.scaling is not None:
+            self._executor.loss_scale = self._loss_scale * self.scaling.scale
         spans: tuple[Span, ...] = ()
         for replica in self._shape.replicas:
             done = self._sum_stage if self._replicas is not None else None
@@ -154,6 +170,17 @@ class Trainer:
             self._replicas.finish()
         self._executor.next_step()
         return losses, spans
+
+    def _update(self) -> None:
+        """Step the optimizer, unless a gradient in float16 overflowed somewhere; then let all gradients go."""
+        finite = self.scaling is None or self.scaling.unscale(self.parameters.values())
+        if finite and self._clipping is not None:
+            self._clipping.clip(self.parameters)
+        self._board.at(State.OPTIMIZER)
+        if finite and self.optimizer is not None:
+            self.optimizer.step()
+        for parameter in self.parameters.values():
+            parameter.grad = None
 
     def _sum_stage(self, stage: Stage) -> None:
         """Begin to add up a stage's gradients over the replicas: all backwards of the stage have run."""
@@ -223,6 +250,15 @@ class StepRecord:
         for value in self.losses:
             total += value
         return total / len(self.losses) if self.losses else float("nan")
+
+
+def _first_here(ranks: Sequence[int], programs: Sequence[StageProgram], rank: int) -> set[str]:
+    """The parameters whose first rank is this one: where a tied one is counted."""
+    first: dict[str, int] = {}
+    for program in programs:
+        for name in program.parameters:
+            first[name] = min(ranks[program.index], first.get(name, len(ranks)))
+    return {name for name, where in first.items() if where == rank}
 
 
 def _on_device(named: Any, wanted: Sequence[Sequence[str]], device: torch.device) -> dict[str, Any]:

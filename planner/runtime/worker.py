@@ -6,14 +6,17 @@ import faulthandler
 import hashlib
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing import connection, parent_process
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +30,7 @@ from planner.capture.shard_split import Split
 from planner.errors import InputError
 from planner.runtime.board import Board, State
 from planner.runtime.checkpoint import Checkpoints, Content, Part, check, content_of, load
-from planner.runtime.failure import Failure, place, raised
+from planner.runtime.failure import Failure, Where, place, raised
 from planner.runtime.figures import RankFigures
 from planner.runtime.job import RunJob
 from planner.runtime.messages import check_routes, rank_programs
@@ -47,11 +50,11 @@ GRACE_S = 10.0
 def main(job: RunJob) -> None:
     """The whole life of one process; started by the launcher."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of the terminal: the launcher decides
-    os.dup2(2, 1)  # stdout is the launcher's: what the user's code prints goes to stderr
-    _end_with_parent()
-    torch.set_num_threads(1)
     global_rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     local_size = int(os.environ["LOCAL_WORLD_SIZE"])
+    os.dup2(2, 1)  # stdout is the launcher's: what the user's code prints goes to stderr
+    _end_with_parent(job.folder, local_size)
+    torch.set_num_threads(1)
     board = Board(job.folder / "board", num_processes=local_size, num_steps=job.steps)
     writer = board.writer(local_rank)
     writer.start(os.getpid())
@@ -61,14 +64,14 @@ def main(job: RunJob) -> None:
             os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timedelta(minutes=5)
         )
         store = PrefixStore(STORE_PREFIX, store)
-        rank, _ = job.place_of(global_rank)
+        where = Where.of(job, global_rank)
         try:
             _Worker(job, global_rank, local_rank, store, board).run()
         except LostContactError as error:
             time.sleep(GRACE_S)  # the launcher ends this process as soon as the failed one's words are known
-            _tell(store, Failure(message=f"{place(rank, board.read(local_rank), job.schedule[rank])}: {error}"))
+            _tell(store, Failure(message=f"{place(where, board.read(local_rank))}: {error}"))
         except BaseException as error:  # noqa: BLE001 - whatever the user's code raises ends the run with its words
-            _tell(store, raised(error, place(rank, board.read(local_rank), job.schedule[rank])))
+            _tell(store, raised(error, place(where, board.read(local_rank))))
         else:
             return
         sys.stderr.flush()
@@ -80,14 +83,21 @@ def _tell(store: Store, failure: Failure) -> None:
     store.compare_set(FAILURE_KEY, "", failure.to_json())
 
 
-def _end_with_parent() -> None:
-    """A launcher that is killed takes its processes along."""
+def _end_with_parent(folder: Path, num_local: int) -> None:
+    """A launcher that is killed takes its processes along, those too that are stopped, and the run's folder."""
     parent = parent_process()
     if parent is None:
         return
 
     def watch() -> None:
         connection.wait([parent.sentinel])
+        with suppress(OSError):  # no board: the launcher has tidied up itself
+            board = Board(folder / "board", num_processes=num_local, num_steps=0)
+            others = {board.read(process).pid for process in range(num_local)} - {0, os.getpid()}
+            shutil.rmtree(folder, ignore_errors=True)
+            for pid in others:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         os._exit(1)
 
     threading.Thread(target=watch, name="parent", daemon=True).start()
@@ -220,6 +230,11 @@ class _Worker:
         if plan.parallel.data > 1:
             name = f"replicas{self.rank}.{self.tensor_rank}"
             group = Group(communicators.make(name, self.replica, plan.parallel.data))
+        pipeline = None
+        if plan.parallel.pipeline > 1 and (model_file.clip_norm is not None or model_file.autocast is torch.float16):
+            pipeline = Group(
+                communicators.make(f"pipeline{self.replica}.{self.tensor_rank}", self.rank, plan.parallel.pipeline)
+            )
         self.transport = transport
         module = initial_weights(model_file, job.seed)
         self._keep_unused(module)
@@ -247,6 +262,7 @@ class _Worker:
             device=self.device,
             transport=transport,
             group=group,
+            pipeline=pipeline,
             board=self.writer,
         )
 
@@ -305,7 +321,7 @@ class _Worker:
                 self.writer.at(State.VERIFYING)
                 self._compare(trainer, figures, reference)
             if checkpoints is not None and saved:
-                checkpoints.save(step + 1, self._content(trainer), None)
+                checkpoints.save(step + 1, self._content(trainer))
             if verified or saved:
                 self._barrier()
                 figures.begin()
@@ -382,7 +398,7 @@ class _Worker:
         digest = hashlib.sha256()
         for _, weight in self._whole_weights(trainer):
             digest.update(weight.reshape(-1).view(torch.uint8).numpy().data)
-        told = figures.told() | {
+        told = figures.told(rows=self.job.record) | {
             "rank": self.rank,
             "has_loss": self.global_rank == self._loss_rank(),
             "peak_memory_bytes": trainer.peak_memory_bytes(),

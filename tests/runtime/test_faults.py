@@ -13,14 +13,17 @@ from support.launched import Command
 from support.runs import plan_of
 
 from planner.plan import write_plan
+from planner.runtime.saved import check_files, newest, read_saved
 
 FAULTY = Path(__file__).parent.parent / "support" / "faulty.py"
 
 
-def start(folder: Path, fault: str, *options: str) -> Command:
+def start(folder: Path, fault: str, *options: object, where: str = "forward", data: int = 1) -> Command:
     model = folder / "model.py"
-    model.write_text(FAULTY.read_text().replace('FAULT = "none"', f'FAULT = "{fault}"'))
-    write_plan(plan_of(model, num_ranks=2, microbatch=1), folder / "plan.yaml")
+    text = FAULTY.read_text().replace('FAULT = "none"', f'FAULT = "{fault}"')
+    model.write_text(text.replace('PLACE = "forward"', f'PLACE = "{where}"'))
+    plan = plan_of(model, num_ranks=2 // data, microbatch=1, microbatches=4 // data, data=data)
+    write_plan(plan, folder / "plan.yaml")
     return Command(folder, *options)
 
 
@@ -32,6 +35,7 @@ def started() -> Iterator[list[Command]]:
         command.clear()
 
 
+slow = pytest.mark.slow
 PLACE = r"rank 1, stage 1, micro-batch (\d), action 1F\1, step [12]: "
 SILENCE = "no sign of progress for 3 s"
 
@@ -61,6 +65,40 @@ def test_a_rank_that_fails_ends_the_run(fault: str, said: str, tmp_path: Path, s
     assert command.left_running() == []
 
 
+SAID = {
+    "raise": "ValueError: the weather is bad",
+    "die": r"the process was killed by signal 9 \(SIGKILL\)",
+    "stop": rf"{SILENCE} \(the process is stopped\)",
+}
+PLACES = {
+    "backward": r"rank 1, stage 1, micro-batch \d, action 1B\d, step 2",
+    "sum": r"rank 0 of replica 1, step 9, summing gradients",
+    "checkpoint": r"rank 1, step 9, in a checkpoint",
+}
+
+
+@pytest.mark.parametrize(
+    ("where", "fault"),
+    [
+        pytest.param(where, fault, marks=[] if (where, fault) in {("sum", "die"), ("checkpoint", "stop")} else slow)
+        for where in PLACES
+        for fault in SAID
+    ],
+)
+def test_wherever_it_fails_it_ends_the_run(where: str, fault: str, tmp_path: Path, started: list[Command]) -> None:
+    kept = tmp_path / "kept"
+    options = ("--steps", 50, "--timeout", 3, "--checkpoint", kept, "--checkpoint-every", 1)
+    command = start(tmp_path, fault, *options, where=where, data=2 if where == "sum" else 1)
+    started.append(command)
+    code, words = command.end()
+    assert code == 4, words
+    assert re.fullmatch(f"pipeplan: {PLACES[where]}: {SAID[fault]}; .*", words.rstrip().splitlines()[-1]), words
+    assert command.left_running() == []
+    last = newest(kept)
+    assert last is not None
+    check_files(last, read_saved(last))
+
+
 def test_control_c_ends_the_run(tmp_path: Path, started: list[Command]) -> None:
     command = start(tmp_path, "none", "--steps", "1000000")
     started.append(command)
@@ -72,10 +110,23 @@ def test_control_c_ends_the_run(tmp_path: Path, started: list[Command]) -> None:
     assert command.left_running() == []
 
 
-def test_a_launcher_that_is_killed_takes_its_processes_along(tmp_path: Path, started: list[Command]) -> None:
+@pytest.mark.parametrize("stopped", [pytest.param(False, marks=slow), True])
+def test_a_launcher_that_is_killed_takes_its_processes_along(
+    stopped: bool, tmp_path: Path, started: list[Command]
+) -> None:
     command = start(tmp_path, "none", "--steps", "1000000")
     started.append(command)
     command.wait_for_step()
     assert len(command.left_running(0)) >= 3
+    (folder,) = {Path(entry).parent for pid in command.workers() for entry in opened(pid) if "pipeplan-run-" in entry}
+    assert folder.is_dir()
+    if stopped:
+        os.kill(command.workers()[0], signal.SIGSTOP)
     command.process.kill()
     assert command.left_running(15.0) == []
+    assert not folder.exists()
+
+
+def opened(pid: int) -> set[str]:
+    """The files that a process has open or in its memory."""
+    return {line.split(maxsplit=5)[5] for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/" in line}

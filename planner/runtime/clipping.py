@@ -1,0 +1,77 @@
+"""Gradients clipped by their norm over the whole model, as torch.nn.utils.clip_grad_norm_ clips them in one process.
+
+Each rank takes the norms of the gradients that it counts (a tied parameter counts on its first rank) and writes them
+into a vector with a place for every parameter; the ranks' vectors are added, zeros to a norm, which is exact; and the
+norm of that vector is the same bits on every rank, whatever the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from planner.runtime.transport import Group
+
+_EPSILON = 1e-6
+"""What torch adds to the norm before it divides by it."""
+
+
+class Clipping:
+    """Clips the gradients of one rank's parameters.
+
+    Args:
+        max_norm: the largest norm that the gradients of the whole model may have.
+        names: all trainable parameters of the model, in its order.
+        counted: those of them that this rank counts.
+        group: of the pipeline's ranks, where there are several.
+    """
+
+    def __init__(
+        self,
+        max_norm: float,
+        *,
+        names: Sequence[str],
+        counted: Collection[str],
+        group: Group | None,
+        device: torch.device,
+    ) -> None:
+        self._max_norm = max_norm
+        self._places = {name: place for place, name in enumerate(names)}
+        self._counted = frozenset(counted)
+        self._group = group
+        self._device = device
+        self._there: Tensor | None = None
+
+    def clip(self, parameters: Mapping[str, nn.Parameter]) -> Tensor:
+        """Scale the gradients down to the norm, where they are over it; the norm that they had."""
+        gradients = {name: value.grad for name, value in parameters.items() if value.grad is not None}
+        norms = self._norms({name: gradient for name, gradient in gradients.items() if name in self._counted})
+        total: Tensor = torch.linalg.vector_norm(norms, 2.0)
+        factor = torch.clamp(self._max_norm / (total + _EPSILON), max=1.0)
+        for gradient in gradients.values():
+            gradient.mul_(factor.to(gradient.dtype) if gradient.dtype is not factor.dtype else factor)
+        return total
+
+    def _norms(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        """The norms of all parameters that have a gradient, in the model's order, on every rank."""
+        row = torch.zeros(len(self._places), device=self._device)
+        norms = [torch.linalg.vector_norm(gradient, 2.0) for gradient in gradients.values()]
+        places = [self._places[name] for name in gradients]
+        if norms:
+            row[places] = torch.stack(norms).to(row.dtype)
+        if (
+            self._there is None
+        ):  # the same in every step, as the graph is; asked once, since the device must be waited for
+            there = torch.zeros_like(row)
+            there[places] = 1.0
+            self._sum(there)
+            self._there = there.nonzero().flatten()
+        self._sum(row)
+        found: Tensor = row[self._there]
+        return found
+
+    def _sum(self, row: Tensor) -> None:
+        if self._group is not None:
+            self._group.sum(row)

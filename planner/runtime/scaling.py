@@ -1,0 +1,55 @@
+"""Losses in float16 are scaled up so that their gradients do not vanish, as torch.amp.GradScaler does it.
+
+A step whose gradients overflow on any rank is left out on all of them, and the scale halved; after many good steps in
+a row it is doubled. The scale is a power of two: it changes no bit of what neither vanishes nor overflows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from planner.runtime.transport import Group
+
+INITIAL_SCALE = 2.0**16
+GROWTH_INTERVAL = 2000
+"""So many good steps in a row double the scale."""
+
+
+class LossScaling:
+    """The scale of a whole run, the same on every rank. ``group``: of the pipeline's ranks, where there are several."""
+
+    def __init__(self, *, group: Group | None, device: torch.device) -> None:
+        self.scale = INITIAL_SCALE
+        self._good_steps = 0
+        self._group = group
+        self._device = device
+
+    def unscale(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Divide the gradients by the scale, and choose the next one; whether they are finite on every rank."""
+        overflow = torch.zeros((), device=self._device)
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(1.0 / self.scale)
+                overflow += parameter.grad.isfinite().logical_not().any()
+        if self._group is not None:
+            self._group.sum(overflow)
+        finite = not overflow.item()
+        self._good_steps = self._good_steps + 1 if finite else 0
+        if not finite:
+            self.scale /= 2
+        elif self._good_steps == GROWTH_INTERVAL:
+            self.scale *= 2
+            self._good_steps = 0
+        return finite
+
+    def kept(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it."""
+        return {"scale": self.scale, "good_steps": self._good_steps}
+
+    def restore(self, kept: dict[str, Any]) -> None:
+        """Go on from what a checkpoint kept."""
+        self.scale, self._good_steps = float(kept["scale"]), int(kept["good_steps"])
