@@ -23,6 +23,7 @@ so steps add up. The cuts that are lost have a stage of free layers alone: like 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
@@ -257,15 +258,8 @@ def _merged(graph: LayerGraph, groups: Sequence[Sequence[int]]) -> Profile:
                     )
                 )
     layers = tuple(_layer(graph, group) for group in groups)
-    return Profile(
-        model=profile.model,
-        device=profile.device,
-        provenance=profile.provenance,
-        dtype=profile.dtype,
-        global_batch=profile.global_batch,
-        gradient_bytes_per_trainable_byte=profile.gradient_bytes_per_trainable_byte,
-        optimizer=profile.optimizer,
-        links=profile.links,
+    return dataclasses.replace(
+        profile,
         layers=layers,
         edges=tuple(
             Edge(source=layers[source].name, target=layers[target].name, tensors=tuple(tensors))
@@ -275,29 +269,29 @@ def _merged(graph: LayerGraph, groups: Sequence[Sequence[int]]) -> Profile:
 
 
 def _layer(graph: LayerGraph, group: Sequence[int]) -> Layer:
-    """A group as one layer, with the rows that all of its layers have."""
+    """A group as one layer, with the rows that all of its layers have: one that works, and the free ones with it."""
     layers = [graph.layers[layer] for layer in group]
     if len(layers) == 1:
         return layers[0]
-    shared = {name: entry for layer in layers for name, entry in (layer.shared or {}).items()}
-    return Layer(
+    works = max(layers, key=lambda layer: (layer.trainable_bytes, sum(row.forward_s for row in layer.costs)))
+    return dataclasses.replace(
+        works,
         name=layers[0].name,
-        kind=layers[0].kind,
         modules=tuple(module for layer in layers for module in layer.modules),
         parameter_bytes=sum(layer.parameter_bytes for layer in layers),
         trainable_bytes=sum(layer.trainable_bytes for layer in layers),
         buffer_bytes=sum(layer.buffer_bytes for layer in layers),
-        costs=tuple(_cost(layers, size, tensor) for size, tensor in graph.rows()),
-        shared=shared or None,
+        costs=tuple(_cost(works, layers, size, tensor) for size, tensor in graph.rows()),
     )
 
 
-def _cost(layers: Sequence[Layer], size: int, tensor: int) -> Cost:
-    rows = [row for layer in layers for row in layer.costs if (row.microbatch_size, row.tensor) == (size, tensor)]
-    collectives = [row.collectives for row in rows if row.collectives is not None]
-    return Cost(
-        microbatch_size=size,
-        tensor=tensor,
+def _cost(works: Layer, layers: Sequence[Layer], size: int, tensor: int) -> Cost:
+    def row_of(layer: Layer) -> Cost:
+        return next(row for row in layer.costs if (row.microbatch_size, row.tensor) == (size, tensor))
+
+    rows = [row_of(layer) for layer in layers]
+    return dataclasses.replace(
+        row_of(works),
         forward_s=sum(row.forward_s for row in rows),
         backward_input_s=sum(row.backward_input_s for row in rows),
         backward_weight_s=sum(row.backward_weight_s for row in rows),
@@ -307,7 +301,6 @@ def _cost(layers: Sequence[Layer], size: int, tensor: int) -> Cost:
         parameter_bytes=_sum(row.parameter_bytes for row in rows),
         trainable_bytes=_sum(row.trainable_bytes for row in rows),
         buffer_bytes=_sum(row.buffer_bytes for row in rows),
-        collectives=collectives[0] if collectives else None,  # free layers have none: it is that of the one that works
     )
 
 
