@@ -29,6 +29,7 @@ def show(
         None, min=1, help="Micro-batch size to show a profile at (default: the smallest).", show_default=False
     ),
     html: Path | None = typer.Option(None, help="Write a page that stands alone.", show_default=False),
+    svg: Path | None = typer.Option(None, help="Write the schedule as a picture.", show_default=False),
     trace: Path | None = typer.Option(None, help="Write a trace for ui.perfetto.dev.", show_default=False),
     measured: Path | None = typer.Option(
         None, help="What run --trace FILE measured, to lay over what is predicted.", show_default=False
@@ -38,8 +39,8 @@ def show(
 ) -> None:
     """Show a plan (its stages, its schedule, its memory, what it loses and where) or a profile (its layers)."""
     if _is_profile(path):
-        if trace is not None or measured is not None:
-            raise InputError(f"{path}: a profile has no schedule to trace", hint="solve it, and show the plan")
+        if any(option is not None for option in (svg, trace, measured)):
+            raise InputError(f"{path}: a profile has no schedule", hint="solve it, and show the plan")
         _show_profile(path, microbatch, html, everything=everything, json=json)
         return
     if microbatch is not None:
@@ -49,7 +50,11 @@ def show(
     if html is not None:
         from planner.report.html import plan_page
 
-        _write_page(html, plan_page(shown, recording, notices))
+        _write(html, plan_page(shown, recording, notices))
+    if svg is not None:
+        from planner.report.svg import schedule_svg
+
+        _write(svg, schedule_svg(shown))
     if trace is not None:
         from planner.report.trace import write_trace
 
@@ -106,10 +111,10 @@ def _recording(path: Path, shown: Overview) -> Recording:
     return recording
 
 
-def _write_page(path: Path, page: str) -> None:
+def _write(path: Path, text: str) -> None:
     from planner.files import write_atomically
 
-    write_atomically(path, page)
+    write_atomically(path, text)
     err.print(f"wrote {path}: open it in a browser", markup=False, soft_wrap=True)
 
 
@@ -126,7 +131,7 @@ def _show_profile(path: Path, microbatch: int | None, html: Path | None, *, ever
     if html is not None:
         from planner.report.html import profile_page
 
-        _write_page(html, profile_page(profile, rows, microbatch_size=size))
+        _write(html, profile_page(profile, rows, microbatch_size=size))
     if json:
         print_json(profile_document(profile, rows, microbatch_size=size))
     else:
