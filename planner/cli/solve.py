@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from planner.graph import LayerGraph
     from planner.plan import Plan
     from planner.schedules import ScheduleName
-    from planner.search import Asked, Found, Progress
+    from planner.search import Asked, Candidate, Found, Progress
 
 
 class Recompute(StrEnum):
@@ -38,12 +38,13 @@ def solve(
     memory: str | None = typer.Option(None, help="Memory of each GPU, e.g. 80GiB (default: the profiled device's)."),
     cluster: Path | None = typer.Option(None, help="A cluster file: nodes, links, memory."),
     output: Path = typer.Option(Path("plan.yaml"), "-o", "--output", help="Where the plan is written."),
-    explain: bool = typer.Option(False, "--explain", help="Show the cut stage by stage too."),
+    explain: bool = typer.Option(False, "--explain", help="Show the cut, where its time goes, what else was near."),
     max_seconds: float | None = typer.Option(None, min=0.0, help="Take the best plan found by then."),
-    schedule: str | None = typer.Option(None, help="Schedules to choose from (default: gpipe,1f1b)."),
+    schedule: str | None = typer.Option(None, help="Schedules to choose from (default: all)."),
     pipeline: str | None = typer.Option(None, help="Pipeline sizes to choose from, e.g. 2,4."),
-    virtual: str | None = typer.Option(None, help="Stages a rank to choose from, e.g. 1,2 (default: 1)."),
-    data: str | None = typer.Option(None, help="Numbers of replicas to choose from, e.g. 1,2,4 (default: 1)."),
+    virtual: str | None = typer.Option(None, help="Stages a rank to choose from, e.g. 1,2 (default: 1 to 4)."),
+    data: str | None = typer.Option(None, help="Numbers of replicas to choose from, e.g. 1,2,4 (default: all)."),
+    tensor: str | None = typer.Option(None, help="Tensor ranks a stage to choose from (default: all profiled)."),
     microbatch: str | None = typer.Option(None, help="Micro-batch sizes to choose from, e.g. 1,2."),
     recompute: Recompute = typer.Option(Recompute.AUTO, help="Which stages recompute: as it helps, none, all."),
     as_json: bool = typer.Option(False, "--json", help="Print the plan, alternatives and baselines as JSON."),
@@ -78,8 +79,9 @@ def solve(
         ),
         schedules=_schedules(schedule),
         pipeline=_sizes("--pipeline", pipeline),
-        virtual=_sizes("--virtual", virtual) or (1,),
-        data=_sizes("--data", data) or (1,),
+        virtual=_sizes("--virtual", virtual),
+        data=_sizes("--data", data),
+        tensor=_sizes("--tensor", tensor),
         microbatch=_sizes("--microbatch", microbatch),
         recompute=recompute.value,
         max_seconds=max_seconds,
@@ -125,12 +127,11 @@ def _default_batch(graph: LayerGraph, gpus: int, notes: list[str]) -> int:
 
 
 def _schedules(text: str | None) -> tuple[ScheduleName, ...]:
-    from planner.search.choose import SCHEDULES
-    from planner.search.orders import FUSED, SPLIT
+    from planner.search import EVERY
 
     if text is None:
-        return SCHEDULES
-    known = {name.value: name for name in (*FUSED, *SPLIT)}
+        return EVERY
+    known = {name.value: name for name in EVERY}
     words = [word.strip() for word in text.split(",")]
     for word in words:
         if word not in known:
@@ -168,13 +169,10 @@ def _search(graph: LayerGraph, asked: Asked) -> Found:
 
 
 def _tell(found: Found, explain: bool) -> None:
-    from planner.report.explain import plans_table, stages_table, why
+    from planner.report.explain import told
 
-    out.print(plans_table(found))
-    for line in why(found):
-        out.print(line, markup=False, soft_wrap=True)
-    if explain:
-        out.print(stages_table(found.best))
+    for part in told(found, explain=explain):
+        out.print(part)
 
 
 def _document(plan: Plan, found: Found) -> dict[str, Any]:
@@ -182,12 +180,9 @@ def _document(plan: Plan, found: Found) -> dict[str, Any]:
     from planner.files import plain
 
     others = [
-        {
-            "name": f"P={one.configuration.pipeline} b={one.configuration.microbatch_size} {one.schedule.value}",
-            "iteration_s": one.iteration_s,
-            "fits": True,
-        }
-        for one in found.alternatives[1:]
+        {"name": _name(one), "iteration_s": one.iteration_s, "fits": True}
+        for one in found.alternatives
+        if one is not found.best
     ]
     by_hand = [
         {
@@ -199,3 +194,11 @@ def _document(plan: Plan, found: Found) -> dict[str, Any]:
     ]
     document: dict[str, Any] = plain(plan)
     return document | {"alternatives": others, "baselines": by_hand}
+
+
+def _name(candidate: Candidate) -> str:
+    """A plan in a few words: its sizes and its schedule."""
+    shape = candidate.configuration
+    sizes = {"P": shape.pipeline, "D": shape.data, "T": shape.tensor, "v": shape.virtual, "b": shape.microbatch_size}
+    told = (f"{letter}={size}" for letter, size in sizes.items() if size > 1 or letter in "Pb")
+    return " ".join([*told, candidate.schedule.value])

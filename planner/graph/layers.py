@@ -64,6 +64,7 @@ class LayerGraph:
         self.names: Final = tuple(layer.name for layer in profile.layers)
         self.index: Final = {name: index for index, name in enumerate(self.names)}
         self.digraph: Final = _digraph(profile)
+        self._costs: Final[dict[tuple[int, int, Link | None], tuple[LayerCost, ...]]] = {}
         self.tensors: Final = _tensors(profile, self.index)
         self.edges: Final = tuple(
             sorted({(tensor.source, reader.layer) for tensor in self.tensors for reader in tensor.readers})
@@ -100,7 +101,10 @@ class LayerGraph:
         count · 2(T-1) · latency + 2(T-1)/T · bytes / bandwidth. Raises InputError where a layer has no such row.
         """
         link = cluster.links.intra_node if cluster is not None and cluster.links is not None else None
-        return tuple(_cost(layer, microbatch_size, tensor, link) for layer in self.layers)
+        key = (microbatch_size, tensor, link)
+        if key not in self._costs:
+            self._costs[key] = tuple(_cost(layer, microbatch_size, tensor, link) for layer in self.layers)
+        return self._costs[key]
 
 
 def _digraph(profile: Profile) -> nx.DiGraph[str]:

@@ -2,6 +2,6 @@
 
 from planner.search.choose import Progress, solve
 from planner.search.result import Baseline, Candidate, Found
-from planner.search.space import Asked, Configuration
+from planner.search.space import EVERY, Asked, Configuration
 
-__all__ = ["Asked", "Baseline", "Candidate", "Configuration", "Found", "Progress", "solve"]
+__all__ = ["EVERY", "Asked", "Baseline", "Candidate", "Configuration", "Found", "Progress", "solve"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Final
 
 from planner.cluster import memory_limit
 from planner.graph import LayerGraph
@@ -13,6 +14,9 @@ from planner.search.job import job_of_cut
 from planner.search.result import Baseline, Candidate
 from planner.search.space import Asked, Configuration
 from planner.simulate import simulate
+
+MOST_ACTIONS: Final = 200_000
+"""A pipeline of more actions is not timed: it would take longer than the search."""
 
 Split = Callable[[LayerGraph, int], list[list[str]]]
 
@@ -24,10 +28,17 @@ def baselines(graph: LayerGraph, asked: Asked, sizes: Sequence[int]) -> tuple[Ba
     if most > 1:
         made.append(_best("even by layers", graph, asked, sizes, most, even_by_count))
         made.append(_best("even by parameters", graph, asked, sizes, most, even_by_parameters))
-    copies = max(asked.data)
+    copies = _most_replicas(asked, sizes)
     if copies > 1:
-        made.append(_best("data parallel", graph, asked, sizes, 1, even_by_count, data=copies))
+        made.append(_best("plain data parallel", graph, asked, sizes, 1, even_by_count, data=copies))
     return tuple(made)
+
+
+def _most_replicas(asked: Asked, sizes: Sequence[int]) -> int:
+    """The most replicas of one rank that the GPUs, the global batch and what is asked for allow."""
+    allowed = asked.data or range(1, asked.gpus + 1)
+    made = (data for data in allowed if any(asked.global_batch % (size * data) == 0 for size in sizes))
+    return max((data for data in made if data <= asked.gpus), default=1)
 
 
 def _best(
@@ -36,7 +47,8 @@ def _best(
     limit = memory_limit(asked.cluster)
     best: tuple[bool, float, Candidate] | None = None
     for size in sizes:
-        if asked.global_batch % (size * data) == 0:
+        actions = 2 * ranks * (asked.global_batch // (size * data))
+        if asked.global_batch % (size * data) == 0 and (ranks == 1 or actions <= MOST_ACTIONS):
             candidate = by_hand(graph, asked, split(graph, ranks), size, data=data)
             fits = limit is None or candidate.peak_memory_bytes <= limit
             if best is None or (not fits, candidate.iteration_s) < best[:2]:
@@ -73,7 +85,7 @@ def by_hand(graph: LayerGraph, asked: Asked, cut: list[list[str]], microbatch_si
         job=job,
         schedule=ScheduleName.ONE_F_ONE_B,
         warmup=warmup,
-        timeline=simulate(job, schedule),
+        timeline=simulate(job, schedule, levels=False),
     )
 
 

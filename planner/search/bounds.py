@@ -7,22 +7,31 @@ proven    the ILP's own bound on top
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from planner.cluster import memory_limit
 from planner.graph import LayerGraph
+from planner.search.cheap import Totals, cheap_bound
+from planner.search.chunks import stages_bound
 from planner.search.figures import Figures, LayerFigures
 from planner.search.ilp import Solved
 from planner.search.lattice import Lattice, lattice_of
 from planner.search.proof import prove
-from planner.search.space import Asked, Configuration, cheap_bound
+from planner.search.space import Asked, Configuration
 from planner.search.suffix import Shape, SuffixBound
 
 PROOF_NODES: Final = 2_000
 """Nodes of one ILP's branch and bound."""
+MOST_RELAXED: Final = 2_000
+"""Variables of an LP over layers; a configuration with more keeps its cheap bound."""
+ROOMS: Final = ((0, 0), (2, None), (0, 1), (1, None))
+"""Where memory is limited, cuts are looked for that leave orders room: ``spare`` and ``deep`` of their recursion."""
+KEPT: Final = 6
+"""Tables of the recursion that are kept at once: they are large."""
 MOST_CHOICES: Final = 20_000
 """Binaries of an ILP; a configuration with more keeps the bound of its recursion or LP."""
 
@@ -34,7 +43,10 @@ class Bounds:
         self.graph: Final = graph
         self.asked: Final = asked
         self.lattice: Final[Lattice | None] = lattice_of(graph)
+        self.spent = 0
+        """Effort so far, in simulated actions (about a microsecond each)."""
         self._layers: dict[tuple[int, int], LayerFigures] = {}
+        self._totals: dict[tuple[int, int], Totals] = {}
         self._figures: dict[tuple[int, int], Figures] = {}
         self._known: dict[tuple[Configuration, bool], float] = {}
         self._suffixes: dict[tuple[Configuration, bool], SuffixBound] = {}
@@ -57,8 +69,19 @@ class Bounds:
             sizes = (configuration.microbatch_size, configuration.tensor)
             if sizes not in self._figures:
                 self._figures[sizes] = Figures(self.layers(configuration), self.lattice)
+            if len(self._suffixes) >= KEPT:
+                del self._suffixes[next(iter(self._suffixes))]
             self._suffixes[key] = SuffixBound(self._figures[sizes], self.shape(configuration, fused=fused))
+            self.spent += len(self._suffixes[key].step) * configuration.pipeline // 10
         return self._suffixes[key]
+
+    def roomy(self, suffix: SuffixBound) -> Iterator[SuffixBound]:
+        """The recursion, and where memory is limited those that leave some of it, for cuts that orders do well with."""
+        if memory_limit(self.asked.cluster) is not None and bool((suffix.depth < suffix.shape.num_microbatches).any()):
+            for spare, deep in ROOMS:
+                self.spent += len(suffix.step) * suffix.shape.num_ranks // 10
+                yield SuffixBound(suffix.figures, dataclasses.replace(suffix.shape, spare=spare, deep=deep))
+        yield suffix
 
     def shape(self, configuration: Configuration, *, fused: bool) -> Shape:
         """A configuration as the recursion and the ILP take it."""
@@ -74,20 +97,33 @@ class Bounds:
             cluster=self.asked.cluster,
         )
 
+    def _totals_of(self, configuration: Configuration) -> Totals:
+        key = (configuration.microbatch_size, configuration.tensor)
+        if key not in self._totals:
+            self._totals[key] = Totals(self.layers(configuration), self.asked.cluster, self.asked.recompute)
+        return self._totals[key]
+
     def known(self, configuration: Configuration, *, fused: bool) -> float:
         """The best bound known; at first the cheap one."""
         key = (configuration, fused)
         if key not in self._known:
-            self._known[key] = cheap_bound(self.layers(configuration), configuration, self.asked.cluster, fused=fused)
+            self._known[key] = cheap_bound(self._totals_of(configuration), configuration, fused=fused)
         return self._known[key]
 
     def refine(self, configuration: Configuration, *, fused: bool, best_s: float) -> float:
         """The exact bound, over every cut (LP: near it, and no more than ``best_s``, a time that is reached)."""
+        totals = self._totals_of(configuration)
+        stages = configuration.pipeline * configuration.virtual
         suffix = self.suffix(configuration, fused=fused)
         if suffix is not None:
             exact = suffix.bound_s
-        else:
+        elif configuration.virtual > 1 and totals.chain and totals.returns:
+            exact = stages_bound(totals, configuration, fused=fused)
+            self.spent += 300 * stages
+        elif len(self.graph) * stages <= MOST_RELAXED:
             exact = self.solved(configuration, fused=fused, below_s=best_s, relaxed=True).bound
+        else:
+            exact = 0.0
         self._known[configuration, fused] = max(self.known(configuration, fused=fused), exact)
         return self._known[configuration, fused]
 

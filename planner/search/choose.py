@@ -2,8 +2,10 @@
 
     bounds      every configuration gets a cheap bound under each family of schedules (fused, split); the least one is
                 made exact and put back, until the least is exact
-    solve       within it, cuts come in order of their bound; each is timed under every schedule of the family that was
-                asked for, until the next cut's bound passes the best time
+    look        its most promising cuts are timed under the family's schedules: the best time of all rules out most of
+                the rest by their bounds alone
+    settle      what lies below the best then: cuts in order of their bound, each timed, until the next one's bound
+                passes the best time
     prove       what still lies between a cut's bound and the best is settled by branch and bound over its depths
 
 ``proven`` says that every configuration was solved or pruned so: no named schedule asked for, at any warm-up depth, is
@@ -23,6 +25,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Final, NamedTuple
 
+import numpy as np
+
 from planner.cluster import memory_limit
 from planner.graph import LayerGraph
 from planner.profile import Profile
@@ -32,19 +36,19 @@ from planner.search.bound import cut_bound
 from planner.search.bounds import Bounds
 from planner.search.depth import Depths1F1B, Timed
 from planner.search.figures import Figures
-from planner.search.incumbent import moved, topological_orders
+from planner.search.incumbent import topological_orders
 from planner.search.job import job_of_cut
-from planner.search.lattice import Lattice, along
+from planner.search.lattice import Bools, Ints, Lattice, along
+from planner.search.lean import leanest
 from planner.search.orders import FUSED, SPLIT, Order, polished, time_cut
+from planner.search.passes import Passes
 from planner.search.result import Candidate, Found
-from planner.search.shortfall import no_plan_fits
+from planner.search.shortfall import no_plan_fits, no_schedule_suits
 from planner.search.space import Asked, Configuration, configurations
 from planner.search.suffix import BoundedCut, SuffixBound
 from planner.simulate import Job, Walk, simulate
 
 _EQUAL: Final = 1e-9
-SCHEDULES: Final = (ScheduleName.GPIPE, ScheduleName.ONE_F_ONE_B)
-"""The schedules that are searched where none are named."""
 MOST_CUTS: Final = 300
 """Cuts timed in one configuration."""
 FIRST_CUTS: Final = 40
@@ -53,22 +57,30 @@ MOST_NODES: Final = 20_000
 """Begun cuts looked at in one configuration."""
 MOST_TIES: Final = 24
 """Cuts looked at beyond those that could be faster, for a more even one among equals."""
+QUICK_CUTS: Final = 2
+"""Cuts timed in a configuration at first sight."""
 CLIMB_SIMULATIONS: Final = 35
 """Simulations of one cut's climb over warm-up depths; its starts take about 25 of them."""
 POLISH_SIMULATIONS: Final = 400
 """Simulations of the climb of the best cut of all."""
 POLISH_SWAPS: Final = 40
 """Swaps on the critical path of the best synthesised order."""
-TIMING_ACTIONS: Final = 8_000_000
-"""Simulated actions that timing cuts may take; then only a configuration's first cut is timed, until as many again."""
-PROOF_ACTIONS: Final = 4_000_000
-"""Simulated actions that the proofs over warm-up depths may take in all."""
+BASE_ACTIONS: Final = 150_000
+ACTIONS: Final = 15_000
+"""Simulated actions (about a microsecond each) that a search may take: the base, and so many times sqrt(layers · GPUs);
+then as many again to settle what is left, and to prove."""
+CUT_ACTIONS: Final = 500
+"""What making a cut ready to be timed takes, in simulated actions, and for each layer a few more."""
 ILP_ROUNDS: Final = 20
 """Cuts that the ILP may bring, one after another, in a configuration of a graph with many ideals."""
 ORDERS: Final = 60
 """Topological orders tried there before."""
-MOVES: Final = 200
-"""Cuts that differ in one layer's stage, timed around the best of a configuration with several stages a rank."""
+PHASES: Final = ((False, True, 0.4), (False, False, 0.5), (True, True, 0.9), (True, False, 1.0))
+"""Whether ranks have several stages, whether all GPUs are used, and how much of the effort may be spent by then."""
+FIRST_PASSES: Final = (1.0, 0.6, 0.3)
+"""Starts of the cuts with several stages a rank: the first stage of each rank against its others."""
+FEEDBACKS: Final = 4
+"""How often such a cut is made again with what its ranks were seen to wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,15 +126,21 @@ class _State:
     best: Candidate | None = None
     per_configuration: dict[Configuration, Candidate] = field(default_factory=dict)
     open_cuts: list[_OpenCut] = field(default_factory=list)
+    open_items: list[tuple[float, _Item]] = field(default_factory=list)
     solved: set[Configuration] = field(default_factory=set)
     pruned: int = 0
     complete: bool = True
-    timing_left: int = TIMING_ACTIONS
+    left: int = 0
+    """Simulated actions that may still be spent."""
     interrupted: bool = False
 
     @property
     def best_s(self) -> float:
         return self.best.iteration_s if self.best else math.inf
+
+    def beats(self, bound_s: float) -> bool:
+        """Whether nothing with this bound can be faster than the best."""
+        return bound_s >= self.best_s * (1 - _EQUAL)
 
 
 def solve(profile: Profile, asked: Asked, watch: Watch | None = None) -> Found:
@@ -142,13 +160,16 @@ class _Search:
         self.limit: Final = memory_limit(asked.cluster)
         self.configurations: Final = configurations(self.graph, asked)
         self.bounds: Final = Bounds(self.graph, asked)
-        self.state: Final = _State()
+        self.effort: Final = BASE_ACTIONS + int(ACTIONS * math.sqrt(len(self.graph) * asked.gpus))
+        self.state: Final = _State(left=self.effort)
 
     def run(self) -> Found:
-        """Visit, polish, prove; what an interrupt leaves is honest too."""
+        """Visit, settle, polish, prove; what an interrupt leaves is honest too."""
         state = self.state
         try:
             self._visit()
+            self._rescue()
+            self._settle_all()
             self._polish()
             self._prove_depths()
             self._trim()
@@ -159,8 +180,8 @@ class _Search:
                 raise
             state.complete, state.interrupted = False, True
         if state.best is None:
-            raise no_plan_fits(self.graph, self.asked)
-        least = self.bounds.least(self.configurations, state.best_s, lambda: state.interrupted)
+            state.best, state.complete = self._leanest(), False
+        least = self.bounds.least(self.configurations, state.best_s, lambda: state.interrupted or self._spent() > 0)
         state.complete |= state.best_s <= least * (1 + _EQUAL)
         return Found(
             asked=self.asked,
@@ -177,43 +198,69 @@ class _Search:
             interrupted=state.interrupted,
         )
 
+    def _leanest(self) -> Candidate:
+        """What is left to try where no cut that was timed fits."""
+        found = leanest(self.graph, self.asked, enough_bytes=self.limit or 0)
+        if found is None:
+            raise no_schedule_suits(self.asked)
+        if self.limit is not None and found.peak_memory_bytes > self.limit:
+            raise no_plan_fits(self.graph, self.asked, found)
+        self.state.per_configuration[found.configuration] = found
+        return found
+
     def _sizes(self) -> list[int]:
         """The micro-batch sizes that were searched."""
         return sorted({configuration.microbatch_size for configuration in self.configurations})
 
+    def _spent(self) -> float:
+        """By how much the effort is over what it may be."""
+        return self.bounds.spent - self.state.left
+
     # --- configurations -----------------------------------------------------------------------------------------------
 
     def _items(self) -> list[_Item]:
-        families = (tuple(name for name in family if name in self.asked.schedules) for family in (FUSED, SPLIT))
+        families = (tuple(name for name in family if name in self.asked.schedules) for family in (SPLIT, FUSED))
         asked = [names for names in families if names]
         return [_Item(c, names) for c in self.configurations for names in asked]
 
     def _visit(self) -> None:
-        """Solve configurations in order of their bound until it passes the best time."""
+        """Look at configurations in order of their bound until it passes the best time."""
         state, items = self.state, self._items()
-        waiting = []
-        for index, item in enumerate(items):
-            if item.configuration.pipeline == 1 and item.configuration.virtual == 1:
-                self._solve(item)  # cheap, and its time rules out most of the rest
-            else:
-                waiting.append((self.bounds.known(item.configuration, fused=item.fused), 0, index))
+        most = max(configuration.gpus for configuration in self.configurations)
+        for several, full, share in PHASES:
+            places = [
+                place
+                for place, item in enumerate(items)
+                if (item.configuration.virtual > 1) == several and (item.configuration.gpus == most) == full
+            ]
+            state.left = max(int(share * self.effort), self.bounds.spent + int(share * self.effort) // 10)
+            self._visit_some(items, places)
+
+    def _visit_some(self, items: list[_Item], places: list[int]) -> None:
+        state = self.state
+        waiting = [
+            (self.bounds.known(items[place].configuration, fused=items[place].fused), 0, place) for place in places
+        ]
         heapq.heapify(waiting)
         while waiting:
             self._tell(waiting[0][0], waiting, items)
             bound, level, index = heapq.heappop(waiting)
-            if state.best is not None and state.timing_left < -TIMING_ACTIONS and bound < state.best_s * (1 - _EQUAL):
-                state.complete = False
-                return
+            item = items[index]
             if not math.isfinite(bound) or bound > state.best_s * (1 + _EQUAL):
-                left = {items[other].configuration for _, _, other in waiting} | {items[index].configuration}
+                left = {items[other].configuration for _, _, other in waiting} | {item.configuration}
                 state.pruned += len(left - state.solved)
                 return
-            item = items[index]
+            if self._spent() > 0:
+                state.open_items += [(bound, item), *((known, items[other]) for known, _, other in waiting)]
+                return
             if level == 0:
                 exact = self.bounds.refine(item.configuration, fused=item.fused, best_s=state.best_s)
                 heapq.heappush(waiting, (exact, 1, index))
             else:
-                self._solve(item)
+                if state.best is None or self._look_actions(item) < -self._spent():
+                    state.solved.add(item.configuration)
+                    self._look(item)
+                state.open_items.append((bound, item))
 
     def _tell(self, bound: float, waiting: list[tuple[float, int, int]], items: list[_Item]) -> None:
         self._pulse()
@@ -236,126 +283,212 @@ class _Search:
         if limit is not None and time.monotonic() - self.started > limit and self.state.best is not None:
             raise _OutOfTimeError
 
-    def _solve(self, item: _Item) -> None:
-        """Time a configuration's cuts in order of their bound."""
-        self.state.solved.add(item.configuration)
+    def _rescue(self) -> None:
+        """Where nothing that was looked at fits: all that is left, those that hold least first, until one does."""
+        state, items = self.state, self._items()
+        leanest = sorted(items, key=lambda item: (-item.configuration.pipeline, item.configuration.microbatch_size))
+        for item in leanest if state.best is None else ():
+            if item.configuration.virtual > 1:
+                continue
+            suffix = self.bounds.suffix(item.configuration, fused=item.fused)
+            if suffix is None:
+                self._look_along(item)
+            elif math.isfinite(suffix.bound_s):
+                for cut in itertools.islice(suffix.cuts(1e3 * suffix.bound_s, MOST_NODES), MOST_CUTS):
+                    if cut is not None and state.best is None:
+                        self._time_cut(item, self._names(cut, suffix.figures.lattice), cut.recompute, cut.bound_s)
+            if state.best is not None:
+                return
+
+    # --- first looks --------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _look_actions(item: _Item) -> int:
+        """About what it takes to look at a configuration: a few greedy orders, each several times its actions."""
+        configuration = item.configuration
+        stages = configuration.pipeline * configuration.virtual
+        return (4 if item.fused else 24) * stages * configuration.num_microbatches
+
+    def _look(self, item: _Item) -> None:
+        """Time a configuration's most promising cuts."""
         suffix = self.bounds.suffix(item.configuration, fused=item.fused)
         if item.configuration.virtual > 1:
-            self._solve_around(item)
+            self._look_around(item)
         elif suffix is None:
-            self._solve_by_orders(item)
+            self._look_along(item)
         else:
-            self._solve_in_order(item, suffix)
+            below = min(self.state.best_s, 1.5 * suffix.bound_s) * (1 + 2 * _EQUAL)
+            seen: set[tuple[tuple[int, ...], tuple[bool, ...]]] = set()
+            for tables in self.bounds.roomy(suffix) if math.isfinite(below) else ():
+                for cut in itertools.islice(tables.cuts(below, MOST_NODES), QUICK_CUTS if tables is suffix else 1):
+                    if cut is not None and (cut.ideals, cut.recompute) not in seen:
+                        seen.add((cut.ideals, cut.recompute))
+                        names = self._names(cut, suffix.figures.lattice)
+                        self._time_cut(item, names, cut.recompute, suffix.bound_s, quick=True)
+                    if self.state.best is not None and self._spent() > 0:
+                        return
 
-    def _solve_in_order(self, item: _Item, suffix: SuffixBound) -> None:
+    def _look_around(self, item: _Item) -> None:
+        """Several stages a rank: cuts along one order, made again with what the ranks were seen to wait."""
+        state, configuration = self.state, item.configuration
+        orders = [list(range(len(self.graph)))]
+        if not self.graph.is_chain:
+            orders = list(itertools.islice(topological_orders(self.graph, 3), 3))
+        made: list[tuple[float, int, tuple[int, ...], tuple[bool, ...], Passes]] = []
+        for order in orders:
+            passes = Passes(self.bounds.layers(configuration), configuration, order)
+            for again in self._recomputing(passes):
+                for first in FIRST_PASSES if configuration.pipeline > 1 else (1.0,):
+                    marks = passes.better(passes.start(first, again), again)
+                    self.bounds.spent += 30 * passes.num_stages
+                    worth = passes.worth(marks, again)
+                    made.append((worth, len(made), tuple(marks.tolist()), tuple(again.tolist()), passes))
+        for worth, _, found, flags, passes in sorted(made, key=lambda entry: entry[:2])[:QUICK_CUTS]:
+            if worth > state.best_s * (1 + _EQUAL) or (self._spent() > 0 and state.best is not None):
+                return
+            self._feed_back(item, passes, np.array(found), np.array(flags))
+
+    def _recomputing(self, passes: Passes) -> list[Bools]:
+        """Which stages recompute: none or all as asked; where memory is short, the first so many, as it looks best."""
+        stages = passes.num_stages
+        if self.limit is None or self.asked.recompute != "auto":
+            return [np.full(stages, self.asked.recompute == "all")]
+        step = max(1, passes.configuration.pipeline // 2)
+        choices = [np.arange(stages) < first for first in range(0, stages + step, step)]
+        worths = [passes.worth(passes.start(1.0, again), again) for again in choices]
+        best = sorted(range(len(choices)), key=lambda place: (worths[place], place))
+        return [choices[place] for place in best[:2] if math.isfinite(worths[place])]
+
+    def _feed_back(self, item: _Item, passes: Passes, marks: Ints, again: Bools) -> None:
+        """Time a cut; then cuts that take from the ranks that waited longer than their rows say."""
+        bound = self.bounds.known(item.configuration, fused=item.fused)
+        passes.extra_s = passes.extra_s * 0.0
+        best = math.inf
+        for _ in range(FEEDBACKS):
+            order = self._time_cut(item, self._along(passes, marks), tuple(again.tolist()), bound, quick=True)
+            if order is None or order.iteration_s >= best * (1 - 1e-6) or self._spent() > 0:
+                return
+            best = order.iteration_s
+            ends = np.array(self._ends(item, passes, marks, again, order))
+            passes.extra_s = np.maximum(ends - (passes.rows(marks, again) - passes.extra_s), 0.0)
+            marks = passes.better(marks, again)
+            if passes.worth(marks, again) >= best * (1 - 1e-6):
+                return
+
+    def _ends(self, item: _Item, passes: Passes, marks: Ints, again: Bools, order: Order) -> list[float]:
+        """When each rank is done with all it has to do."""
+        walk = Walk(self._job(item, self._along(passes, marks), tuple(again.tolist())))
+        timeline = simulate(walk, order.schedule, memory=False)
+        ends = [ended[-1] for ended in timeline.ends_s]
+        for closing in timeline.closings:
+            ends[closing.rank] = max(ends[closing.rank], closing.end_s)
+        return ends
+
+    def _along(self, passes: Passes, marks: Ints) -> Cut:
+        return [[self.graph.names[layer] for layer in passes.order[low:high]] for low, high in pairwise(marks.tolist())]
+
+    def _look_along(self, item: _Item) -> None:
+        """Where a graph has too many ideals: cuts along many topological orders."""
+        state, configuration = self.state, item.configuration
+        layers, shape = self.bounds.layers(configuration), self.bounds.shape(configuration, fused=item.fused)
+        for order in topological_orders(self.graph, ORDERS):
+            lattice = along(order)
+            suffix = SuffixBound(Figures(layers, lattice), shape)
+            self.bounds.spent += len(suffix.step) * configuration.pipeline // 10 + 20 * len(order)
+            for cut in itertools.islice(suffix.cuts(min(state.best_s, 1.2 * suffix.bound_s), MOST_NODES), 3):
+                if cut is not None:
+                    self._time_cut(item, self._names(cut, lattice), cut.recompute, cut.bound_s, quick=True)
+            if self._spent() > 0:
+                return
+
+    # --- settling what is left ----------------------------------------------------------------------------------------
+
+    def _settle_all(self) -> None:
+        """Go through what lies below the best, if that can be finished; else through what is near."""
         state = self.state
-        below = state.best_s if state.best else 1.5 * suffix.bound_s
-        while math.isfinite(below):
-            had = state.best
-            enough = self._time_cuts(item, suffix, below)
-            if enough or had is not None or item.configuration in state.per_configuration:
-                return
-            below *= 4  # none of those fits: messages take what memory was left
-            if below > 1e3 * suffix.bound_s:
-                return
+        state.left = max(state.left, self.bounds.spent) + self.effort
+        order = sorted(range(len(state.open_items)), key=lambda place: (state.open_items[place][0], place))
+        for place in order:
+            bound, item = state.open_items[place]
+            if state.beats(bound):
+                continue
+            bound = max(bound, self.bounds.known(item.configuration, fused=item.fused))
+            if state.beats(bound):
+                continue
+            if self._spent() > 0 or not self._settle(item):
+                state.complete = False
 
-    def _time_cuts(self, item: _Item, suffix: SuffixBound, below_s: float) -> bool:
-        """Time all cuts with a bound below that and below the best; True where a limit ended it.
+    def _settle(self, item: _Item) -> bool:
+        """Time all cuts of a configuration that may be faster; False where they are too many."""
+        configuration = item.configuration
+        if item.configuration not in self.state.solved:
+            bound = self.bounds.refine(configuration, fused=item.fused, best_s=self.state.best_s)
+            if self.state.beats(bound):
+                return True
+            self.state.solved.add(configuration)
+        suffix = self.bounds.suffix(configuration, fused=item.fused)
+        if configuration.virtual > 1:
+            return self._settle_each(item)
+        if suffix is None:
+            return self._settle_by_ilp(item)
+        return self._settle_in_order(item, suffix)
+
+    def _settle_in_order(self, item: _Item, suffix: SuffixBound) -> bool:
+        """Time all cuts with a bound below the best.
 
         Where the first ones leave more than could all be timed, the rest is left: no proof would come of it.
         """
         state, ties_seen, count = self.state, 0, 0
-        cuts = suffix.cuts(below_s * (1 + 2 * _EQUAL), MOST_NODES)
+        cuts = suffix.cuts(state.best_s * (1 + 2 * _EQUAL), MOST_NODES)
         while (cut := next(cuts, _NO_CUT)) is not _NO_CUT:
-            if cut is None or (count > 0 and state.timing_left <= 0):
-                bound = cut.bound_s if cut is not None else suffix.bound_s
-                state.complete &= bound >= state.best_s * (1 - _EQUAL)
-                return True
-            ties_seen += cut.bound_s >= state.best_s * (1 - _EQUAL)
+            if cut is None or (count > 0 and self._spent() > 0):
+                return state.beats(cut.bound_s if cut is not None else suffix.bound_s)
+            ties_seen += state.beats(cut.bound_s)
             if cut.bound_s > state.best_s * (1 + _EQUAL) or ties_seen > MOST_TIES:
-                return False
+                return True
             self._time_cut(item, self._names(cut, suffix.figures.lattice), cut.recompute, cut.bound_s)
             count += 1
             if count == FIRST_CUTS:
                 faster = itertools.takewhile(lambda cut: cut is None or cut.bound_s < state.best_s, cuts)
                 ahead = list(itertools.islice(faster, MOST_CUTS))
                 if len(ahead) == MOST_CUTS or None in ahead:
-                    state.complete = False
-                    return True
+                    return False
                 cuts = iter(ahead)
-        return False
+        return True
 
-    def _solve_by_orders(self, item: _Item) -> None:
-        """Where a graph has too many ideals: cuts along many topological orders, then the ILP below the best of them.
-
-        The ILP's cuts come in order of their bound too, each forbidden once timed, until there is none below the best.
-        """
+    def _settle_by_ilp(self, item: _Item) -> bool:
+        """Where a graph has too many ideals: the ILP's cuts in order of their bound, each forbidden once timed."""
         state, configuration = self.state, item.configuration
-        layers, shape = self.bounds.layers(configuration), self.bounds.shape(configuration, fused=item.fused)
-        for order in topological_orders(self.graph, ORDERS):
-            lattice = along(order)
-            suffix = SuffixBound(Figures(layers, lattice), shape)
-            for cut in itertools.islice(suffix.cuts(min(state.best_s, 1.2 * suffix.bound_s), MOST_NODES), 3):
-                if cut is not None:
-                    self._time_cut(item, self._names(cut, lattice), cut.recompute, cut.bound_s)
+        shape = self.bounds.shape(configuration, fused=item.fused)
         seen: list[tuple[int, ...]] = []
         while len(seen) < ILP_ROUNDS:
             solved = self.bounds.solved(configuration, fused=item.fused, below_s=state.best_s, without=seen)
+            self.bounds.spent += 20 * len(self.graph) * configuration.pipeline * (1 + solved.nodes)
             if solved.bound >= state.best_s * (1 - 1e-6):
-                return
-            if solved.stage_of is None:
-                break
+                return True
+            if solved.stage_of is None or self._spent() > 0:
+                return False
             seen.append(solved.stage_of)
             names = self._by_stage(solved.stage_of, configuration.pipeline)
             for again in shape.recompute:
                 self._time_cut(item, names, (again,) * configuration.pipeline, solved.bound)
-        state.complete = False
+        return False
 
-    def _solve_around(self, item: _Item) -> None:
-        """Several stages a rank: the short ILP's cut, then one layer at a time to a neighbouring stage."""
-        state, configuration = self.state, item.configuration
+    def _settle_each(self, item: _Item) -> bool:
+        """Several stages a rank: every cut there is, where they are few."""
+        configuration, lattice = item.configuration, self.bounds.lattice
         stages = configuration.pipeline * configuration.virtual
+        every = lattice.every_cut(stages, MOST_CUTS) if lattice else None
+        if every is None or lattice is None:
+            return False
         bound = self.bounds.known(configuration, fused=item.fused)
-        solved = self.bounds.solved(configuration, fused=item.fused, below_s=state.best_s, most_nodes=30)
-        if solved.bound >= state.best_s * (1 - 1e-6):
-            return
         choices = self.bounds.shape(configuration, fused=item.fused).recompute
-        every = self.bounds.lattice.every_cut(stages, MOST_CUTS) if self.bounds.lattice else None
-        if every is not None and self.bounds.lattice is not None:
-            for ideals in every:
-                for again in itertools.product(choices, repeat=stages):
-                    self._time_cut(item, self._between(ideals, self.bounds.lattice), again, bound)
-            return
-        state.complete = False
-        recompute = (self.asked.recompute == "all",) * stages
-        cuts = [self._names(cut, self.bounds.lattice) for cut in self._balanced(item)] if self.bounds.lattice else []
-        if solved.stage_of is not None:
-            cuts.insert(0, self._by_stage(solved.stage_of, stages))
-        timed = [(self._time_cut(item, cut, recompute, bound), cut) for cut in cuts]
-        if not timed:
-            return
-        reached, cut = min(timed, key=lambda entry: entry[0])
-        left, better = MOVES, math.isfinite(reached)
-        while better and left > 0 and state.timing_left > 0:
-            better = False
-            for near in moved(self.graph, cut):
-                left -= 1
-                seconds = self._time_cut(item, near, recompute, bound)
-                if seconds < reached * (1 - _EQUAL):
-                    reached, cut, better = seconds, near, True
-                    break
-                if left <= 0 or state.timing_left <= 0:
-                    break
-
-    def _balanced(self, item: _Item) -> list[BoundedCut]:
-        """The cut with the best bound if every stage had a rank of its own: near even, and a start at least."""
-        configuration = item.configuration
-        wide = configuration.with_ranks(configuration.pipeline * configuration.virtual)
-        if wide.pipeline > len(self.graph):
-            return []
-        suffix = self.bounds.suffix(wide, fused=item.fused)
-        found = itertools.islice(suffix.cuts(2 * suffix.bound_s, MOST_NODES), 1) if suffix else ()
-        return [cut for cut in found if cut is not None]
+        for ideals in every:
+            for again in itertools.product(choices, repeat=stages):
+                if self._spent() > 0:
+                    return False
+                self._time_cut(item, self._between(ideals, lattice), again, bound)
+        return True
 
     def _names(self, cut: BoundedCut, lattice: Lattice) -> Cut:
         return self._between(cut.ideals, lattice)
@@ -370,25 +503,31 @@ class _Search:
 
     # --- cuts ---------------------------------------------------------------------------------------------------------
 
-    def _time_cut(self, item: _Item, cut: Cut, recompute: tuple[bool, ...], bound_s: float) -> float:
-        """Time one cut under every schedule of the family; its time where it was worth timing, else infinity."""
+    def _job(self, item: _Item, cut: Cut, recompute: tuple[bool, ...]) -> Job:
+        return job_of_cut(self.graph, self.asked, item.configuration, cut, recompute)
+
+    def _time_cut(
+        self, item: _Item, cut: Cut, recompute: tuple[bool, ...], bound_s: float, *, quick: bool = False
+    ) -> Order | None:
+        """Time one cut under every schedule of the family; its best order where it was worth timing."""
         self._pulse()
         state, configuration = self.state, item.configuration
-        job = job_of_cut(self.graph, self.asked, configuration, cut, recompute)
+        job = self._job(item, cut, recompute)
         walk = Walk(job)
+        self.bounds.spent += CUT_ACTIONS + 20 * len(self.graph)
         bound = max(bound_s, cut_bound(walk, fused=item.fused))
         if bound > state.best_s * (1 + _EQUAL):
-            return math.inf
+            return None
         effort = CLIMB_SIMULATIONS * 2 * configuration.num_microbatches * configuration.pipeline
-        effort = min(effort, max(state.timing_left, 0))
-        timing = time_cut(walk, configuration, item.names, bound_s=bound, effort=effort)
-        state.timing_left -= timing.spent
-        seconds = timing.best.iteration_s if timing.best else math.inf
-        if timing.may_be_beaten:
+        effort = max(min(effort, -int(self._spent())), 0)
+        timing = time_cut(walk, configuration, item.names, bound_s=bound, effort=effort, quick=quick)
+        self.bounds.spent += timing.spent
+        if timing.may_be_beaten and not quick:  # a first look is no more: what is settled is timed again
+            seconds = timing.best.iteration_s if timing.best else math.inf
             state.open_cuts.append(_OpenCut(item=item, job=job, bound_s=bound, timed_s=seconds))
         if timing.best is not None:
             self._offer(configuration, job, timing.best)
-        return seconds
+        return timing.best
 
     def _offer(self, configuration: Configuration, job: Job, order: Order) -> None:
         """Take a timed cut where it is better than what there is."""
@@ -401,7 +540,7 @@ class _Search:
             job=job,
             schedule=order.name,
             warmup=order.warmup,
-            timeline=simulate(job, order.schedule),
+            timeline=simulate(job, order.schedule, levels=False),
         )
         if candidate.better_than(known):
             state.per_configuration[configuration] = candidate
@@ -419,7 +558,7 @@ class _Search:
             if configuration.virtual == 1:
                 effort = POLISH_SIMULATIONS * 2 * configuration.num_microbatches * configuration.pipeline
                 timing = time_cut(
-                    Walk(cut.job), configuration, cut.item.names, bound_s=cut.bound_s, effort=min(effort, PROOF_ACTIONS)
+                    Walk(cut.job), configuration, cut.item.names, bound_s=cut.bound_s, effort=min(effort, self.effort)
                 )
                 if timing.best is not None:
                     self._offer(configuration, cut.job, timing.best)
@@ -429,14 +568,15 @@ class _Search:
         walk = Walk(best.job)
         bound = cut_bound(walk, fused=False)
         actions = 3 * sum(map(len, best.timeline.schedule))
-        if best.iteration_s > bound * (1 + _EQUAL) and actions * 20 < TIMING_ACTIONS:
+        swaps = min(POLISH_SWAPS, int(self.effort / actions / 20) - 5)
+        if best.iteration_s > bound * (1 + _EQUAL) and swaps > 0:
             order = Order(
                 iteration_s=best.iteration_s,
                 name=best.schedule,
                 warmup=best.warmup,
                 schedule=best.timeline.schedule,
             )
-            self._offer(best.configuration, best.job, polished(walk, order, bound_s=bound, steps=POLISH_SWAPS))
+            self._offer(best.configuration, best.job, polished(walk, order, bound_s=bound, steps=swaps))
 
     def _trim(self) -> None:
         """Take off the warm-ups what costs no time: the best plan then holds less."""
@@ -454,13 +594,13 @@ class _Search:
                 best,
                 schedule=ScheduleName.ONE_F_ONE_B,
                 warmup=made,
-                timeline=simulate(best.job, depths.schedule(made)),
+                timeline=simulate(best.job, depths.schedule(made), levels=False),
             )
             self.state.best = self.state.per_configuration[best.configuration] = trimmed
 
     def _prove_depths(self) -> None:
         """Settle what lies between the bounds of timed cuts and the best time."""
-        state, left = self.state, PROOF_ACTIONS
+        state, left = self.state, self.effort
         for cut in sorted(state.open_cuts, key=lambda cut: cut.bound_s):
             if cut.bound_s >= state.best_s * (1 - _EQUAL):
                 continue

@@ -93,8 +93,8 @@ class Depths1F1B:
         """Which ranks' peaks are over the limit."""
         if self.limit_bytes is None:
             return []
-        self.spent += 12 * self.job.num_microbatches * len(depths)
-        timeline = simulate(self.walk, self.schedule(depths))
+        self.spent += 4 * self.job.num_microbatches * len(depths)
+        timeline = simulate(self.walk, self.schedule(depths), levels=False)
         return [use.peak_memory_bytes > self.limit_bytes for use in timeline.ranks]
 
     # --- start and climb ----------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ class LayerFigures:
         self.graph: Final = graph
         self.microbatch_size: Final = microbatch_size
         self.tensor: Final = tensor
+        self.cluster: Final = cluster
         self.costs: Final = graph.costs(microbatch_size=microbatch_size, tensor=tensor, cluster=cluster)
         self.forward_s: Final = np.array([cost.forward_s for cost in self.costs])
         self.input_s: Final = np.array([cost.backward_input_s for cost in self.costs])

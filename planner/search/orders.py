@@ -6,6 +6,7 @@ split   zb-h1 (at several depths), zb-h2, zb-v, dualpipe-v, v-half, v-min, synth
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,13 +14,13 @@ from typing import Final
 
 from planner.cluster import memory_limit
 from planner.errors import InputError
-from planner.schedules import Letter, Schedule, ScheduleName, build, default_warmup, shape_fault
+from planner.schedules import Action, Letter, Schedule, ScheduleName, build, default_warmup, shape_fault
 from planner.search.depth import Depths1F1B
 from planner.search.space import Configuration
 from planner.simulate import Walk, simulate
-from planner.simulate.greedy import Rule, Turn, greedy
+from planner.simulate.greedy import Rule, Turn
 from planner.simulate.memory import resident_bytes
-from planner.simulate.synthesise import synthesise
+from planner.simulate.synthesise import synthesise, within
 
 FUSED: Final = (
     ScheduleName.GPIPE,
@@ -61,16 +62,28 @@ class Timing:
 
 
 def time_cut(
-    walk: Walk, configuration: Configuration, names: tuple[ScheduleName, ...], *, bound_s: float, effort: int
+    walk: Walk,
+    configuration: Configuration,
+    names: tuple[ScheduleName, ...],
+    *,
+    bound_s: float,
+    effort: int,
+    quick: bool = False,
 ) -> Timing:
-    """The best order of a cut under schedules of one family; ``bound_s``: no order of that family is faster."""
-    if configuration.virtual == 1 and names[0] in FUSED:
+    """The best order of a cut under schedules of one family; ``bound_s``: no order of that family is faster.
+
+    ``quick``: named schedules only as they come, list scheduling under its best rules.
+    """
+    if configuration.virtual == 1 and names[0] in FUSED:  # looped-bfs is GPipe there
         return _one_stage_fused(walk, configuration, names, bound_s, effort)
     trial = _Trial(walk)
-    for name, warmup, schedule in _named(walk, configuration, names):
-        trial.look(name, warmup, schedule)
+    for name, warmup, schedule in _named(configuration, names, quick=quick):
+        if trial.best is None or trial.best.iteration_s > bound_s * (1 + _EQUAL):
+            trial.look(name, warmup, schedule)
     if ScheduleName.SYNTHESISED in names:
-        for schedule in _greedy(walk, bound_s, trial):
+        for schedule in (*_buckets(configuration),) if configuration.pipeline == 1 else ():
+            trial.look(ScheduleName.SYNTHESISED, None, schedule)
+        for schedule in _greedy(walk, bound_s, trial, quick=quick):
             trial.look(ScheduleName.SYNTHESISED, None, schedule)
     named = [name for name in names if name is not ScheduleName.SYNTHESISED]
     reached = trial.best is not None and trial.best.iteration_s <= bound_s * (1 + _EQUAL)
@@ -94,14 +107,15 @@ def _one_stage_fused(
     """GPipe and 1F1B with one stage a rank: GPipe is 1F1B at the full depth."""
     depths = Depths1F1B(walk, memory_limit(walk.job.cluster))
     everything = (configuration.num_microbatches,) * configuration.pipeline
-    searched = ScheduleName.ONE_F_ONE_B in names
+    name = next((n for n in (ScheduleName.ONE_F_ONE_B, ScheduleName.INTERLEAVED) if n in names), None)  # one at v = 1
+    searched = name is not None
     timed = depths.climb(bound_s, effort) if searched else depths.timed(everything)
     if timed is None:
         return Timing(best=None, spent=depths.spent, may_be_beaten=searched)
     gpipe = timed.depths == everything and ScheduleName.GPIPE in names
     best = Order(
         iteration_s=timed.iteration_s,
-        name=ScheduleName.GPIPE if gpipe else ScheduleName.ONE_F_ONE_B,
+        name=ScheduleName.GPIPE if gpipe or name is None else name,
         warmup=None if gpipe else timed.depths,
         schedule=depths.schedule(timed.depths),
     )
@@ -128,14 +142,14 @@ class _Trial:
         if self.best is not None and seconds >= self.best.iteration_s * (1 - _EQUAL):
             return
         if self.limit is not None:
-            self.spent += 6 * sum(map(len, schedule))
-            if max(use.peak_memory_bytes for use in simulate(self.walk, schedule).ranks) > self.limit:
+            self.spent += 2 * sum(map(len, schedule))
+            if max(use.peak_memory_bytes for use in simulate(self.walk, schedule, levels=False).ranks) > self.limit:
                 return
         self.best = Order(iteration_s=seconds, name=name, warmup=warmup, schedule=schedule)
 
 
 def _named(
-    walk: Walk, configuration: Configuration, names: tuple[ScheduleName, ...]
+    configuration: Configuration, names: tuple[ScheduleName, ...], *, quick: bool
 ) -> Iterator[tuple[ScheduleName, tuple[int, ...] | None, Schedule]]:
     """The named schedules that this shape allows, at their default and at some other depths."""
     shape = {
@@ -148,7 +162,7 @@ def _named(
             continue
         if shape_fault(name, virtual=configuration.virtual, placement=configuration.placement):
             continue
-        for warmup in (None, *_depths(name, configuration)):
+        for warmup in (None, *(() if quick else _depths(name, configuration))):
             made = build(
                 name,
                 num_ranks=configuration.pipeline,
@@ -179,7 +193,7 @@ def _depths(name: ScheduleName, configuration: Configuration) -> Iterator[tuple[
             yield made
 
 
-def _greedy(walk: Walk, bound_s: float, trial: _Trial) -> Iterator[Schedule]:
+def _greedy(walk: Walk, bound_s: float, trial: _Trial, *, quick: bool) -> Iterator[Schedule]:
     """Orders by list scheduling, until one reaches the bound."""
     job = walk.job
     limit = memory_limit(job.cluster)
@@ -188,16 +202,76 @@ def _greedy(walk: Walk, bound_s: float, trial: _Trial) -> Iterator[Schedule]:
     turns = tuple(Turn) if len(job.stages) > job.num_ranks else (Turn.DEEPEST,)
     rules = [(True, turn, alternate) for turn in turns for alternate in (False, True)]
     rules += [(False, turn, True) for turn in turns]
-    for split, turn, alternate in rules if actions <= _GREEDY_MOST else rules[:1]:
+    if quick or actions > _GREEDY_MOST:
+        rules = rules[:1]
+    windows: tuple[int | None, ...] = (None,)
+    aheads: tuple[tuple[int, ...] | None, ...] = (None,)
+    if limit is not None and len(job.stages) > job.num_ranks:
+        windows = _windows(walk)
+    elif limit is not None:
+        aheads = tuple(_aheads(walk, slack) for slack in ((1,) if quick else (0, 1, 2)))
+    for (split, turn, alternate), window, ahead in itertools.product(rules, windows, aheads):
         if trial.best is not None and trial.best.iteration_s <= bound_s * (1 + _EQUAL):
             return
+        rule = Rule(
+            split=split,
+            turn=turn,
+            alternate=alternate,
+            patience=0.0,
+            budget_bytes=budgets,
+            window=window,
+            ahead=ahead,
+        )
         trial.spent += 8 * actions
-        rule = Rule(split=split, turn=turn, alternate=alternate, patience=0.0, budget_bytes=budgets)
-        schedule = greedy(walk, rule)
+        schedule = within(walk, rule, limit, tries=2 if quick else 6)
         if schedule is not None:
             yield schedule
 
 
-def is_split(schedule: Schedule) -> bool:
-    """Whether any backward of an order is split."""
-    return any(action.letter is Letter.BACKWARD_INPUT for row in schedule for action in row)
+def _aheads(walk: Walk, slack: int) -> tuple[int, ...]:
+    """Forwards that each rank of one stage may be ahead: what its round trip takes, so that no rank floods the next."""
+    ranks = walk.job.num_ranks
+    loads = [cost.forward_s + cost.backward_s for cost in walk.durations]
+    trip_s, made = 0.0, [0] * ranks
+    for rank in range(ranks - 1, -1, -1):
+        cost = walk.durations[rank]
+        trip_s += cost.forward_s + cost.backward_input_s
+        trip_s += sum(parcel.busy_s + parcel.latency_s for parcel in walk.sends[rank].parcels)
+        trip_s += sum(parcel.busy_s + parcel.latency_s for parcel in walk.returns[rank].parcels)
+        made[rank] = max(math.ceil(trip_s / max(loads)) if max(loads) > 0 else 1, ranks - rank) + slack
+    return tuple(made)
+
+
+def _windows(walk: Walk) -> tuple[int, ...]:
+    """How many micro-batches to let in at once where memory is limited: what keeps all ranks busy, and a few more.
+
+    One takes its round trip through all stages and back; a rank is ready for the next after its load. More would fill
+    the first stages' memory, and leave none to bring the oldest through the later ones.
+    """
+    trip_s = sum(cost.forward_s + cost.backward_input_s for cost in walk.durations)
+    loads = [0.0] * walk.job.num_ranks
+    for stage, cost in zip(walk.job.stages, walk.durations, strict=True):
+        loads[stage.rank] += cost.forward_s + cost.backward_s
+    least = math.ceil(trip_s / max(loads)) if max(loads) > 0 else 1
+    return least, least + 2
+
+
+def _buckets(configuration: Configuration) -> Iterator[Schedule]:
+    """One rank's stages as buckets of the all-reduce: micro-batches one by one, the last ones stage by stage.
+
+    The more of them go stage by stage, the sooner the later stages are done, whose sums then run beside the rest.
+    """
+    count, stages = configuration.num_microbatches, range(configuration.virtual)
+    together = count
+    while together:
+        alone = [
+            Action(k, letter, m)
+            for m in range(count - together)
+            for letter, order in ((Letter.FORWARD, stages), (Letter.BACKWARD, stages[::-1]))
+            for k in order
+        ]
+        last = range(count - together, count)
+        forwards = [Action(k, Letter.FORWARD, m) for k in stages for m in last]
+        backwards = [Action(k, Letter.BACKWARD, m) for k in stages[::-1] for m in last]
+        yield ((*alone, *forwards, *backwards),)
+        together //= 2

@@ -1,30 +1,26 @@
-"""What is searched: every configuration that was asked for, with a bound cheap enough to sort thousands by.
-
-With one stage a rank, loads l_0..l_{P-1} and R_r = max(M · l_r, l_r + R_{r+1}) the least R_0 over all ways to part the
-whole load has every l_r = R_{r+1} / (M - 1), so that on a chain with free links and any cut
-
-    T >= tot / (1 - (1 - 1/M)^P)             fused; with split backwards, α the least F / (F + I + W) of a layer,
-    T >= α · tot / (1 - (1 - α/M)^P)
-"""
+"""What is searched: every configuration that was asked for."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Final
 
-import numpy as np
-
-from planner.cluster import Cluster, memory_limit
+from planner.cluster import Cluster
 from planner.errors import InputError
 from planner.graph import LayerGraph
 from planner.record import record
 from planner.schedules import Placement, ScheduleName
-from planner.search.figures import LayerFigures
+
+EVERY: Final = tuple(ScheduleName)
+"""All schedules, synthesised orders among them."""
+VIRTUAL: Final = (1, 2, 3, 4)
+"""Stages a rank, where none are named."""
 
 
 @record
 class Asked:
-    """What to search: None in a list of sizes means all that there are.
+    """What to search: None in a list of sizes means all that there are (virtual: up to VIRTUAL; tensor: all rows).
 
     ``gpus`` is the most; plans with fewer are searched too. ``schedules`` narrow what is named in the plan, never the
     bound. ``recompute``: auto (per stage, where it helps), none or all.
@@ -33,11 +29,11 @@ class Asked:
     gpus: int
     global_batch: int
     cluster: Cluster
-    schedules: tuple[ScheduleName, ...]
+    schedules: tuple[ScheduleName, ...] = EVERY
     pipeline: tuple[int, ...] | None = None
-    virtual: tuple[int, ...] = (1,)
-    data: tuple[int, ...] = (1,)
-    tensor: tuple[int, ...] = (1,)
+    virtual: tuple[int, ...] | None = None
+    data: tuple[int, ...] | None = None
+    tensor: tuple[int, ...] | None = None
     microbatch: tuple[int, ...] | None = None
     recompute: str = "auto"
     max_seconds: float | None = None
@@ -70,8 +66,17 @@ def configurations(graph: LayerGraph, asked: Asked) -> tuple[Configuration, ...]
 
     Raises InputError where no measured micro-batch size divides the global batch, or none was measured that is asked.
     """
-    rows = graph.rows()
-    sizes = sorted({size for size, tensor in rows if tensor in asked.tensor})
+    rows = [(size, tensor) for size, tensor in graph.rows() if _tensor_asked(asked, tensor)]
+    sizes = sorted({size for size, _ in rows})
+    if asked.tensor is not None:
+        missing = [tensor for tensor in asked.tensor if tensor not in {found for _, found in rows}]
+        if missing:
+            known = sorted({tensor for _, tensor in graph.rows()})
+            raise InputError(
+                f"no costs at tensor size {missing[0]} for all layers, or nodes cannot hold such groups "
+                f"(it has {_words(known)})",
+                hint=f"pipeplan profile --tensor {missing[0]} measures them; it must divide gpus_per_node",
+            )
     if asked.microbatch is not None:
         missing = [size for size in asked.microbatch if size not in sizes]
         if missing:
@@ -91,12 +96,11 @@ def configurations(graph: LayerGraph, asked: Asked) -> tuple[Configuration, ...]
             num_microbatches=asked.global_batch // (size * data),
         )
         for size, tensor in rows
-        if size in sizes and tensor in asked.tensor
-        for data in asked.data
-        if asked.global_batch % (size * data) == 0
+        if size in sizes
+        for data in _copies(asked, size, tensor)
         for ranks in range(1, min(asked.gpus // (data * tensor), len(graph)) + 1)
         if asked.pipeline is None or ranks in asked.pipeline
-        for virtual in asked.virtual
+        for virtual in asked.virtual or VIRTUAL
         if ranks * virtual <= len(graph)
         for placement in ((Placement.LOOP, Placement.V) if virtual == 2 and ranks > 1 else (Placement.LOOP,))
     )
@@ -106,12 +110,28 @@ def configurations(graph: LayerGraph, asked: Asked) -> tuple[Configuration, ...]
     return tuple(sorted(made, key=lambda c: (c.gpus, c.num_microbatches, c.pipeline, c.virtual, c.placement)))
 
 
+def _tensor_asked(asked: Asked, tensor: int) -> bool:
+    """Whether tensor groups of this size are to be searched: they lie within a node."""
+    per_node = asked.cluster.gpus_per_node
+    if asked.tensor is not None and tensor not in asked.tensor:
+        return False
+    return tensor == 1 or (tensor <= asked.gpus and (per_node is None or per_node % tensor == 0))
+
+
+def _copies(asked: Asked, size: int, tensor: int) -> Iterator[int]:
+    """The numbers of replicas that part the global batch into whole micro-batches."""
+    for data in range(1, asked.gpus // tensor + 1):
+        if asked.global_batch % (size * data) == 0 and (asked.data is None or data in asked.data):
+            yield data
+
+
 def _nothing(graph: LayerGraph, asked: Asked, sizes: Sequence[int]) -> tuple[str, str]:
     """Why there is no configuration, and the mend."""
-    if not any(asked.global_batch % (size * data) == 0 for size in sizes for data in asked.data):
+    copies = asked.data or (1,)
+    if not any(asked.global_batch % (size * data) == 0 for size in sizes for data in copies):
         return (
             f"a global batch of {asked.global_batch} is no multiple of a micro-batch size that was measured "
-            f"({_words(sizes)}) times the replicas ({_words(asked.data)})"
+            f"({_words(sizes)}) times the replicas ({_words(copies)})"
         ), "choose --batch so that it is"
     most = min(asked.gpus, len(graph))
     return (
@@ -123,43 +143,6 @@ def _words(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers)) or "none"
 
 
-def cheap_bound(layers: LayerFigures, configuration: Configuration, cluster: Cluster, *, fused: bool) -> float:
-    """A lower bound in seconds from totals alone; infinite where the parameters cannot fit at all."""
-    ranks, count = configuration.pipeline, configuration.num_microbatches
-    if not fits_at_all(layers, configuration, cluster):
-        return float("inf")
-    load = layers.load_s
-    total = float(load.sum())
-    even = total * count / ranks
-    if configuration.virtual == 1 and layers.graph.is_chain and bool(layers.comes_back[1:-1].all()):
-        share = 1.0 if fused else float(np.min(layers.forward_s[load > 0] / load[load > 0], initial=1.0))
-        part = share / count
-        spread = 1 - (1 - part) ** ranks if part < 1 else 1.0
-        even = max(even, share * total / spread if spread > 0 else 0.0)
-    lone = float(load[list(layers.spine)].sum()) if fused and bool(layers.comes_back[1:-1].all()) else 0.0
-    return max(even, count * float(load.max()), lone)
-
-
-def fits_at_all(layers: LayerFigures, configuration: Configuration, cluster: Cluster) -> bool:
-    """Whether all layers' parameters and state (tied ones left out) fit on all ranks together."""
-    limit = memory_limit(cluster)
-    if limit is None:
-        return True
-    factor = layers.fixed_factor()
-    held = sum(cost.parameter_bytes + factor * cost.trainable_bytes + cost.buffer_bytes for cost in layers.costs)
-    shared = sum(
-        entry.bytes * (1 + (factor if entry.trainable else 0))
-        for layer in layers.graph.layers
-        for entry in (layer.shared or {}).values()
-    )
-    return bool(held - shared <= limit * configuration.pipeline)
-
-
 def largest_batch(graph: LayerGraph, gpus: int) -> int:
     """The default global batch where none is given: 8 · N · the largest measured micro-batch size."""
     return 8 * gpus * max(size for size, tensor in graph.rows() if tensor == 1)
-
-
-def of_sizes(configurations: Sequence[Configuration]) -> Iterator[tuple[int, int]]:
-    """Every (micro-batch size, tensor size) among configurations, once."""
-    yield from dict.fromkeys((c.microbatch_size, c.tensor) for c in configurations)

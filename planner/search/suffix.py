@@ -36,7 +36,8 @@ class Shape:
     """What the recursion needs of a configuration: P ranks of one stage, M micro-batches, D replicas.
 
     ``fused``: backwards are whole (B), else split (I, W), which also bounds every fused order. ``recompute``: which of
-    False and True a stage may choose.
+    False and True a stage may choose. ``spare``: how many of the micro-batches that fit are not counted on; then the
+    recursion bounds nothing, but its cuts leave orders some room. ``deep``: so many more than P - r must fit on rank r.
     """
 
     num_ranks: int
@@ -45,6 +46,8 @@ class Shape:
     fused: bool
     recompute: tuple[bool, ...] = (False,)
     cluster: Cluster
+    spare: int = 0
+    deep: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +156,10 @@ class SuffixBound:
         backward = figures.input_s[steps] + (figures.weight_s[steps] if shape.fused else 0.0)
         instant = (figures.forward_s[steps] == 0) & (backward == 0)  # what lasts no time holds nothing
         depth = np.where(instant & (limit >= figures.fixed_bytes[steps]), most, depth)
-        return np.clip(depth, 0.0, most)
+        depth = np.clip(depth, 0.0, most)
+        if shape.spare:
+            depth = np.where((depth >= 1) & (depth < most), np.maximum(depth - shape.spare, 1.0), depth)
+        return depth
 
     def post_s(self, rank: int, options: Ints | slice) -> Floats:
         """All-reduce over the replicas, then the optimizer step."""
@@ -221,6 +227,9 @@ class SuffixBound:
             np.maximum(aside, finish),
         )
         unreachable = ~np.isfinite(trip)
+        if self.shape.deep is not None:
+            needed = min(microbatches, self.shape.num_ranks - rank + self.shape.deep)
+            unreachable = unreachable | (self.depth[options] < needed)
         on_rank, to_end = np.where(unreachable, np.inf, on_rank), np.where(unreachable, np.inf, to_end)
         return on_rank, to_end, np.where(unreachable, np.inf, np.where(on_spine, own_trip, trip))
 

@@ -38,7 +38,9 @@ class Rule:
     ``alternate``: right after a backward a forward presses more than the next backward. ``patience``: before its first
     backward a rank puts an action off if a more pressing one is known to be ready before that fraction of it has
     passed, so that the first gradients come back fast. ``budget_bytes[r]``: what rank r may hold beyond what it always
-    holds; ``ahead[r]``: how many of its forwards may be without their backward (None: no limit).
+    holds; ``ahead[r]``: how many of its forwards may be without their backward (None: no limit); ``window``: how many
+    micro-batches may be on their way through the first stage and back; ``behind[r]``: how many W's rank r may leave
+    undone before one presses more than a forward.
     """
 
     split: bool
@@ -47,6 +49,8 @@ class Rule:
     patience: float = 0.0
     budget_bytes: tuple[float | None, ...]
     ahead: tuple[int | None, ...] | None = None
+    window: int | None = None
+    behind: tuple[int, ...] | None = None
 
 
 def greedy(walk: Walk, rule: Rule) -> Schedule | None:
@@ -85,6 +89,11 @@ class _StageRun:
         return self.done[Letter.FORWARD]
 
     @property
+    def behind(self) -> int:
+        """How many W's are still to do."""
+        return self.backwards - self.done[Letter.BACKWARD_WEIGHT]
+
+    @property
     def backwards(self) -> int:
         """How many have gone backward."""
         return self.done[self.back]
@@ -107,13 +116,14 @@ class _Run:
                     (target.inputs_s if forward else target.gradients_s).append(arrivals)
         self.link_free: dict[tuple[int, int], float] = {}
         self.held = [0] * job.num_ranks
+        self.burst = [max((max(run.held[run.back]) for run in own), default=0) for own in self.own]
         self.free_s = [0.0] * job.num_ranks
         self.orders: list[list[Action]] = [[] for _ in range(job.num_ranks)]
         self.events = [(0.0, rank) for rank in range(job.num_ranks)]
 
     def decide(self, rank: int, now: float) -> None:
         """Start the most pressing action that is ready and has room, if there is one."""
-        own, budget = self.own[rank], self.rule.budget_bytes[rank]
+        own, budget, window = self.own[rank], self.rule.budget_bytes[rank], self.rule.window
         oldest = min(run.backwards for run in own)
         left = None if budget is None else budget - self.held[rank]
         needed = sum(run.held[Letter.FORWARD][1] for run in own if run.forwards <= oldest) if left is not None else 0
@@ -122,13 +132,16 @@ class _Run:
         forward_next = self.rule.alternate and last in (Letter.BACKWARD, Letter.BACKWARD_INPUT)
         full = ahead is not None and sum(run.forwards - run.backwards for run in own) >= ahead
         best: tuple[tuple[int, ...], Letter, _StageRun] | None = None
-        soonest = [math.inf] * 4
+        soonest = [math.inf] * 5
+        late = self.rule.behind is not None and sum(run.behind for run in own) > self.rule.behind[rank]
         for run in own:
-            for press, letter, ready in self._candidates(run, 0 if forward_next else 2):
+            for press, letter, ready in self._candidates(run, 0 if forward_next else 3, 2 if late else 4):
                 begins = letter is Letter.FORWARD and run.forwards > oldest
                 if begins and full:
                     continue
-                if left is not None and max(run.held[letter]) + (needed if begins else 0) > left:
+                if letter is Letter.FORWARD and not run.number and window and run.forwards - run.backwards >= window:
+                    continue
+                if left is not None and self._takes(run, letter, rank) + (needed if begins else 0) > left:
                     continue
                 if ready > now:
                     soonest[press[0]] = min(soonest[press[0]], ready)
@@ -143,10 +156,17 @@ class _Run:
         else:
             self._start(letter, run, rank, now)
 
-    def _candidates(self, run: _StageRun, forward: int) -> list[tuple[tuple[int, ...], Letter, float]]:
+    def _takes(self, run: _StageRun, letter: Letter, rank: int) -> int:
+        """How much an action needs; a forward leaves room for a backward's burst, which it will have to go through."""
+        during, after = run.held[letter]
+        if letter is Letter.FORWARD:
+            return max(during, after + self.burst[rank])
+        return max(during, after)
+
+    def _candidates(self, run: _StageRun, forward: int, weight: int) -> list[tuple[tuple[int, ...], Letter, float]]:
         """What a stage could do next: how much it presses (least first), its letter, when it is ready.
 
-        Backwards press 1, W's 3, forwards as given.
+        Backwards press 1, forwards and W's as given.
         """
         found: list[tuple[tuple[int, ...], Letter, float]] = []
         forwards, backwards = run.forwards, run.backwards
@@ -159,7 +179,7 @@ class _Run:
             if ready is not None:
                 found.append((self._press(forward, forwards, run.number), Letter.FORWARD, ready))
         if self.rule.split and run.done[Letter.BACKWARD_WEIGHT] < backwards:
-            found.append(((3, run.done[Letter.BACKWARD_WEIGHT], run.number), Letter.BACKWARD_WEIGHT, 0.0))
+            found.append(((weight, run.done[Letter.BACKWARD_WEIGHT], run.number), Letter.BACKWARD_WEIGHT, 0.0))
         return found
 
     def _press(self, level: int, m: int, depth: int) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 import numpy as np
+import numpy.typing as npt
 
 from planner.graph.stage import Stage
 from planner.schedules.action import Action, Letter, Order, Schedule
@@ -30,6 +31,11 @@ _ONE_INSTANT = 1e-9
 
 _Hold = tuple[float, float, int]
 """From, until, bytes."""
+
+_Holds = tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], int]
+"""The same for every micro-batch of a stage."""
+
+_FORWARD, _WEIGHT = Letter.FORWARD.value, Letter.BACKWARD_WEIGHT.value
 
 
 def passages(walk: Walk, schedule: Schedule, walked: Walked) -> tuple[Passage, ...]:
@@ -70,6 +76,78 @@ def levels(
         holds[message.from_rank].append((message.handed_s, message.left_s, message.bytes))
         holds[message.to_rank].append((message.left_s, message.taken_s, message.bytes))
     return tuple(_sum(resident_bytes(job, rank), held, iteration_s) for rank, held in enumerate(holds))
+
+
+def peaks(walk: Walk, schedule: Schedule, walked: Walked, iteration_s: float) -> list[int]:
+    """The largest of ``levels`` on every rank, several times faster: what is alike for all micro-batches at once."""
+    job, times = walk.job, _Times(walk, schedule, walked)
+    holds: list[list[_Holds]] = [[] for _ in range(job.num_ranks)]
+    for stage in job.stages:
+        holds[stage.rank] += _held_by_stage(stage, times)
+        for forward, given in ((True, walk.sends), (False, walk.returns)):
+            handed = times.ends[_FORWARD if forward else times.back[stage.stage], stage.stage]
+            entries = stage.sends if forward else stage.returns
+            parcels = {parcel.to_stage: (place, parcel) for place, parcel in enumerate(given[stage.stage].parcels)}
+            for entry in entries:
+                to_rank = job.stages[entry.to_stage].rank
+                if to_rank == stage.rank or not entry.bytes:
+                    continue
+                left = handed
+                if entry.to_stage in parcels:
+                    place, parcel = parcels[entry.to_stage]
+                    left = np.array(walked.arrivals_s[forward, stage.stage, place]) - parcel.latency_s
+                taken = times.starts[_FORWARD if forward else times.back[entry.to_stage], entry.to_stage]
+                holds[stage.rank].append((handed, left, entry.bytes))
+                holds[to_rank].append((left, taken, entry.bytes))
+    return [resident_bytes(job, rank) + _most(held, iteration_s) for rank, held in enumerate(holds)]
+
+
+class _Times:
+    """Start and end of every action by letter and stage, an entry for each micro-batch."""
+
+    def __init__(self, walk: Walk, schedule: Schedule, walked: Walked) -> None:
+        job = walk.job
+        empty = [0.0] * job.num_microbatches
+        begun: dict[tuple[str, int], list[float]] = {}
+        ended: dict[tuple[str, int], list[float]] = {}
+        self.back: dict[int, str] = {}
+        for rank, order in enumerate(schedule):
+            for letter, stage in {(action.letter, action.stage) for action in order}:
+                begun[letter, stage], ended[letter, stage] = empty[:], empty[:]
+                if letter in (Letter.BACKWARD, Letter.BACKWARD_INPUT):
+                    self.back[stage] = letter.value
+            for (stage, letter, m), start, end in zip(order, walked.starts_s[rank], walked.ends_s[rank], strict=True):
+                begun[letter, stage][m] = start
+                ended[letter, stage][m] = end
+        self.starts = {key: np.array(times) for key, times in begun.items()}
+        self.ends = {key: np.array(times) for key, times in ended.items()}
+
+
+def _held_by_stage(stage: Stage, times: _Times) -> Iterator[_Holds]:
+    """What a stage holds for its micro-batches, and while it runs."""
+    number, back = stage.stage, times.back[stage.stage]
+    for letter in (_FORWARD, back, *((_WEIGHT,) if back == Letter.BACKWARD_INPUT else ())):
+        yield times.starts[letter, number], times.ends[letter, number], stage.workspace_bytes
+    begun = times.starts[_FORWARD, number]
+    split = back == Letter.BACKWARD_INPUT
+    last = _WEIGHT if split and not stage.returns else back
+    if split and stage.returns:
+        yield times.ends[back, number], times.ends[_WEIGHT, number], stage.saved_for_weight_bytes
+    if stage.recompute:
+        yield begun, times.starts[last, number], stage.input_bytes
+        begun = times.starts[last, number]
+    yield begun, times.ends[last, number], stage.saved_bytes
+
+
+def _most(holds: list[_Holds], iteration_s: float) -> int:
+    """The largest sum of holds at an instant; no less than nothing."""
+    holds = [hold for hold in holds if hold[2]]
+    if not holds:
+        return 0
+    begin, end = np.concatenate([hold[0] for hold in holds]), np.concatenate([hold[1] for hold in holds])
+    size = np.concatenate([np.full(len(hold[0]), hold[2], dtype=np.int64) for hold in holds])
+    _, change = _changes(begin, end, size, iteration_s)
+    return max(0, int(np.cumsum(change).max()))
 
 
 def resident_bytes(job: Job, rank: int) -> int:
@@ -147,14 +225,20 @@ def _sum(resident: int, holds: list[_Hold], iteration_s: float) -> tuple[Level, 
     if not holds:
         return (Level(0.0, resident),)
     begin, end = np.array([hold[0] for hold in holds]), np.array([hold[1] for hold in holds])
-    size = np.array([hold[2] for hold in holds], dtype=np.int64)
+    at, change = _changes(begin, end, np.array([hold[2] for hold in holds], dtype=np.int64), iteration_s)
+    held = resident + np.cumsum(change)
+    return (Level(0.0, resident), *map(Level, at.tolist(), held.tolist()))
+
+
+def _changes(
+    begin: npt.NDArray[np.float64], end: npt.NDArray[np.float64], size: npt.NDArray[np.int64], iteration_s: float
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+    """Every instant, and by how much the sum of all holds changes there."""
     times, place = np.unique(np.concatenate([begin, end]), return_inverse=True)
     instant = np.concatenate([[0], np.cumsum(np.diff(times) > _ONE_INSTANT * iteration_s)])
-    first, last = instant[place[: len(holds)]], instant[place[len(holds) :]]
+    first, last = instant[place[: len(begin)]], instant[place[len(begin) :]]
     lasts = first < last
     change = np.zeros(instant[-1] + 1, dtype=np.int64)
     np.add.at(change, first[lasts], size[lasts])
     np.subtract.at(change, last[lasts], size[lasts])
-    at = times[np.searchsorted(instant, np.arange(len(change)))]
-    held = resident + np.cumsum(change)
-    return (Level(0.0, resident), *map(Level, at.tolist(), held.tolist()))
+    return times[np.searchsorted(instant, np.arange(len(change)))], change

@@ -9,6 +9,7 @@ does not know when messages are held: where its order turns out not to fit, it i
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, product
 from typing import Final, NamedTuple
@@ -21,7 +22,6 @@ from planner.simulate.memory import resident_bytes
 from planner.simulate.model import simulate
 from planner.simulate.walk import Walk
 
-_TRIES: Final = 6
 _STARTS: Final = 3
 _SAME: Final = 1e-9
 _MANNERS: Final = ((False, 0.0), (True, 0.0), (False, 0.15), (False, 0.5), (False, 1.0))
@@ -52,7 +52,7 @@ def synthesise(
     rules = _rules(walk, split, _budgets(walk, limit))
     orders = [*others, *_named(walk, split)]
     found = [_found(walk, schedule) for schedule in orders if _overshoot(walk, schedule, limit) is None]
-    found += [_found(walk, schedule) for rule in rules if (schedule := _within(walk, rule, limit))]
+    found += [_found(walk, schedule) for rule in rules if (schedule := within(walk, rule, limit))]
     if not found:
         return None
     best, budgets = _best(found), _budgets(walk, limit)
@@ -111,9 +111,9 @@ def _budgets(walk: Walk, limit: int | None) -> tuple[float | None, ...]:
     return tuple(None if limit is None else limit - resident_bytes(walk.job, rank) for rank in ranks)
 
 
-def _within(walk: Walk, rule: Rule, limit: int | None) -> Schedule | None:
+def within(walk: Walk, rule: Rule, limit: int | None, *, tries: int = 6) -> Schedule | None:
     """The order that a rule makes, its budgets cut where messages take memory, until it fits."""
-    for _ in range(_TRIES):
+    for _ in range(tries):
         schedule = greedy(walk, rule)
         over = _overshoot(walk, schedule, limit) if schedule else None
         if over is None:
@@ -121,9 +121,7 @@ def _within(walk: Walk, rule: Rule, limit: int | None) -> Schedule | None:
         less = tuple(
             None if budget is None else budget - extra for budget, extra in zip(rule.budget_bytes, over, strict=True)
         )
-        rule = Rule(
-            split=rule.split, turn=rule.turn, alternate=rule.alternate, patience=rule.patience, budget_bytes=less
-        )
+        rule = dataclasses.replace(rule, budget_bytes=less)
     return None
 
 
@@ -131,7 +129,7 @@ def _overshoot(walk: Walk, schedule: Schedule, limit: int | None) -> list[int] |
     """By how much each rank's peak is over the limit; None: it fits."""
     if limit is None:
         return None
-    over = [max(0, use.peak_memory_bytes - limit) for use in simulate(walk, schedule).ranks]
+    over = [max(0, use.peak_memory_bytes - limit) for use in simulate(walk, schedule, levels=False).ranks]
     return over if any(over) else None
 
 

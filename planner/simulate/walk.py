@@ -27,11 +27,16 @@ _Kind = tuple[float, tuple[_Arrivals, ...], tuple[_Arrivals, ...], tuple[_Wire, 
 
 
 class Walked(NamedTuple):
-    """Per rank the start and end of each action; per ordered pair of ranks when its messages left, in order."""
+    """Per rank the start and end of each action; per ordered pair of ranks when its messages left, in order.
+
+    ``arrivals_s``: per parcel (whether it is an activation, its stage, its place among the stage's parcels) and
+    micro-batch, when it was there.
+    """
 
     starts_s: list[list[float]]
     ends_s: list[list[float]]
     departures_s: dict[tuple[int, int], list[float]]
+    arrivals_s: dict[tuple[bool, int, int], list[float]]
 
 
 class Walk:
@@ -102,7 +107,7 @@ class Walk:
             if at[rank] < len(order):
                 place = f"rank {rank} position {at[rank]}: {order[at[rank]]}"
                 raise InputError(f"{place} waits for what never comes", hint="pipeplan check says why")
-        return Walked(starts, ends, kinds.departures)
+        return Walked(starts, ends, kinds.departures, kinds.arrivals)
 
 
 class _Kinds:
@@ -112,12 +117,13 @@ class _Kinds:
         job = walk.job
         num_stages, empty = len(job.stages), [_NOT_YET] * job.num_microbatches
         self.departures: dict[tuple[int, int], list[float]] = {}
+        self.arrivals: dict[tuple[bool, int, int], _Arrivals] = {}
         done, input_done = [empty[:] for _ in range(num_stages)], [empty[:] for _ in range(num_stages)]
         before: list[list[_Arrivals]] = [[own] for own in done]
         ahead: list[list[_Arrivals]] = [[] for _ in range(num_stages)]
 
         def notes(
-            stage: int, given: Handover, waits: list[list[_Arrivals]]
+            stage: int, given: Handover, waits: list[list[_Arrivals]], *, forward: bool
         ) -> tuple[tuple[_Arrivals, ...], tuple[_Wire, ...]]:
             def note(to_stage: int) -> _Arrivals:
                 waits[to_stage].append(empty[:])
@@ -134,10 +140,12 @@ class _Kinds:
                 )
                 for parcel in given.parcels
             ]
+            for place, wire in enumerate(wires):
+                self.arrivals[forward, stage, place] = wire[0]
             return tuple(map(note, given.at_once)), tuple(wires)
 
-        sent = [notes(stage, given, ahead) for stage, given in enumerate(walk.sends)]
-        returned = [notes(stage, given, before) for stage, given in enumerate(walk.returns)]
+        sent = [notes(stage, given, ahead, forward=True) for stage, given in enumerate(walk.sends)]
+        returned = [notes(stage, given, before, forward=False) for stage, given in enumerate(walk.returns)]
         each = range(num_stages)
         cost, added = walk.durations, [given.added_s for given in walk.returns]
         self.forward: list[_Kind] = [
