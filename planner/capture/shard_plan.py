@@ -14,12 +14,13 @@ from torch import fx
 
 from planner.capture import shard_products as _products  # noqa: F401 - its rules come with it
 from planner.capture.analysis import Analysis
+from planner.capture.dataflow import Kind
 from planner.capture.export import Role, op_of
 from planner.capture.shard_rules import Context, RefusalError, ResectionError, Step, apply_rule, split_operands
 from planner.capture.shard_split import Shard, Split, State
 
-SMALL_SHARE = 1 / 200
-"""Of all parameters: an embedding below it is not worth a sum over the ranks."""
+SMALL_SHARE, TINY_SHARE = 1 / 200, 1 / 1000
+"""Of all parameters: an embedding below it (of what does not depend on the input, of what does) is not worth a sum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +59,16 @@ class _Planner:
         self._leave_small_embeddings()
 
     def _leave_small_embeddings(self) -> None:
-        context = self._context
+        """Positions and the like are looked up alike for every sample: split only where they are large."""
+        context, kinds = self._context, self._analysis.flow.kinds
         sizes = {node: context.tensors[node].numel() for node in context.parameters}  # type: ignore[union-attr]
         for weight, numel in sizes.items():
-            if numel < SMALL_SHARE * sum(sizes.values()):
-                for user in weight.users:
-                    if op_of(user) is torch.ops.aten.embedding.default:
-                        context.whole[user] = "so small that a sum over the ranks costs more"
+            for user in weight.users:
+                if op_of(user) is not torch.ops.aten.embedding.default:
+                    continue
+                share = SMALL_SHARE if kinds[user.args[1]] is Kind.CONSTANT else TINY_SHARE  # type: ignore[index]
+                if numel < share * sum(sizes.values()):
+                    context.whole[user] = "so small that a sum over the ranks costs more"
 
     def plan(self) -> ShardPlan:
         """Repeat until nothing is refused."""

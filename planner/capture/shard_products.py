@@ -133,6 +133,34 @@ def _matmul(context: Context, node: fx.Node, given: dict[str, Any]) -> Step:
     return Step(state=state, changes=dict(zip(("self", second), taken, strict=True)))
 
 
+@rule("aten::einsum")
+def _einsum(context: Context, node: fx.Node, given: dict[str, Any]) -> Step:
+    """Each operand has its dimensions named by letters: the split one is split wherever it stands."""
+    tensors = list(given["tensors"])
+    inputs, arrow, output = given["equation"].replace(" ", "").partition("->")
+    names = inputs.split(",")
+    shards = [context.shard(operand) for operand in tensors]
+    if not arrow or "." in inputs or any(len(set(word)) < len(word) for word in names):
+        raise RefusalError("einsum of this form has no rule", *split_operands(context, node))
+    found = [(word[shard.dim], shard) for word, shard in zip(names, shards, strict=True) if shard is not None]
+    letter, first = found[0]
+    for other, shard in found:
+        if other != letter or shard.sections != first.sections:
+            raise RefusalError("operands split in different ways", shard, first)
+    taken = [
+        context.part(operand, Split(word.index(letter), first.sections))
+        if shard is None and letter in word
+        else operand
+        for operand, word, shard in zip(tensors, names, shards, strict=True)
+    ]
+    changes = {"tensors": taken}
+    if letter in output:
+        return Step(state=joined([shard for _, shard in found]).at(output.index(letter)), changes=changes)
+    if len(found) < sum(letter in word for word in names):
+        return Step(state=None, changes=changes, partial=True)
+    raise RefusalError("einsum over the split dimension", *split_operands(context, node))
+
+
 @rule("aten::scaled_dot_product_attention")
 def _attention(context: Context, node: fx.Node, given: dict[str, Any]) -> Step:
     query, key, value, mask = (given[name] for name in ("query", "key", "value", "attn_mask"))

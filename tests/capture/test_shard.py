@@ -150,6 +150,11 @@ RULES: dict[str, tuple[int, int, str, str]] = {
         + "b = self.bias(torch.arange(36).view(6, 6) % 9).permute(2, 0, 1); "
         + ("y = ((y @ y.transpose(-1, -2)) / 2 + b).softmax(-1) @ y; " + MERGED),
     ),
+    "attention by einsum": (
+        *(16, 16, "self.out = nn.Parameter(torch.randn(4, 4, 16))"),
+        "y = y.view(*x.shape[:2], 4, 4); s = torch.einsum('bqhd,bkhd->bhqk', y, y).softmax(-1); "
+        "y = torch.einsum('bhqk,bkhd->bqhd', s, y); y = torch.tanh(torch.einsum('bqhd,hde->bqe', y, self.out))",
+    ),
     "matrix turned round": (
         *(8, 8, "self.w = nn.Parameter(torch.randn(8, 12))"),
         "z = torch.tanh(y) @ self.w; y = torch.relu(torch.matmul(z, self.w.t()))",
