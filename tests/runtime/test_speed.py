@@ -1,7 +1,11 @@
-"""The runtime goes at the speed of the plan: on layers that only sleep, all beyond the prediction is its own doing."""
+"""Layers that only sleep: a run takes as long as was predicted, so nothing of the runtime's own adds to it."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
@@ -9,24 +13,60 @@ import pytest
 from support.runs import run, timed_plan
 from support.sleep import write_sleep_model
 
-TRIES = 4
 WITHIN = 0.03
+TRIES = 2
+"""What others do on the machine adds to what is measured, and to what is predicted: so once more."""
 
 
-def test_layers_that_sleep_take_as_long_as_predicted(tmp_path: Path) -> None:
-    """P = 4, M = 16: the median iteration is within 3 % of the prediction, in the best of a few tries.
+def command(folder: Path, words: str) -> str:
+    """What a command says on stdout; each is a process of its own, as at a terminal."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "planner", *words.split()], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
 
-    A machine that others use too adds to what is measured, and to what is predicted; so the whole is tried again.
-    """
+
+def within(ratio: Callable[[], float]) -> None:
+    """Measured over predicted is near 1, at the second try at the latest."""
+    found: list[float] = []
+    while len(found) < TRIES:
+        found.append(ratio())
+        if abs(found[-1] - 1) <= WITHIN:
+            return
+    pytest.fail(f"measured over predicted: {found}")
+
+
+def test_stages_that_sleep_take_as_long_as_the_time_model_says(tmp_path: Path) -> None:
+    """P = 4, M = 16, the stages timed one by one in this process."""
     model = write_sleep_model(tmp_path / "naps.py", layers=4, forward_s=0.02, backward_s=0.04)
-    ratios = []
-    for _ in range(TRIES):
+
+    def ratio() -> float:
         plan = timed_plan(model, num_ranks=4, microbatches=16)
         assert plan.predicted is not None
         assert plan.predicted.iteration_s > 19 * 0.06, "what the sleep alone takes"
-        outcome = run(plan, tmp_path, steps=6)
-        iterations = [step.iteration_s for step in outcome.result.steps[1:]]
-        ratios.append(median(iterations) / plan.predicted.iteration_s)
-        if abs(ratios[-1] - 1) <= WITHIN:
-            return
-    pytest.fail(f"measured over predicted: {ratios}")
+        steps = run(plan, tmp_path, steps=6).result.steps
+        return median(step.iteration_s for step in steps[1:]) / plan.predicted.iteration_s
+
+    within(ratio)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layers", "forward_s", "backward_s"),
+    [(4, 0.02, 0.04), (8, 0.01, 0.02), (6, 0.015, 0.01)],
+    ids=["one layer a stage", "two layers a stage", "stages that differ"],
+)
+def test_what_was_profiled_and_solved_runs_as_predicted(
+    layers: int, forward_s: float, backward_s: float, tmp_path: Path
+) -> None:
+    """P = 4, M = 16, through the commands: profile, solve, run."""
+    write_sleep_model(tmp_path / "naps.py", layers=layers, forward_s=forward_s, backward_s=backward_s)
+
+    def ratio() -> float:
+        command(tmp_path, "profile naps.py --fresh --microbatch 1")
+        command(tmp_path, "solve --gpus 4 --pipeline 4 --data 1 --virtual 1 --schedule 1f1b --batch 16 --microbatch 1")
+        said = json.loads(command(tmp_path, "run plan.yaml --steps 8 --json"))
+        return median(step["iteration_s"] for step in said["steps"][1:]) / said["predicted"]["iteration_s"]
+
+    within(ratio)

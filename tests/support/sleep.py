@@ -23,6 +23,17 @@ def nap_back(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.clone()
 
 
+@torch.library.custom_op("{namespace}::weigh", mutates_args=())
+def weigh(weight: torch.Tensor) -> torch.Tensor:
+    return weight.clone()
+
+
+@torch.library.custom_op("{namespace}::weigh_back", mutates_args=())
+def weigh_back(gradient: torch.Tensor) -> torch.Tensor:
+    time.sleep({weight_s})
+    return gradient.clone()
+
+
 nap.register_fake(lambda x, weight: torch.empty_like(x))
 nap_back.register_fake(lambda gradient: torch.empty_like(gradient))
 
@@ -33,6 +44,9 @@ def backward(ctx, gradient):
 
 
 nap.register_autograd(backward)
+weigh.register_fake(lambda weight: torch.empty_like(weight))
+weigh_back.register_fake(lambda gradient: torch.empty_like(gradient))
+weigh.register_autograd(lambda ctx, gradient: weigh_back(gradient))
 
 
 class Nap(nn.Module):
@@ -41,7 +55,7 @@ class Nap(nn.Module):
         self.weight = nn.Parameter(torch.zeros({width}))
 
     def forward(self, x):
-        return nap(x, self.weight)
+        return nap(x, {weight})
 
 
 def model():
@@ -61,10 +75,28 @@ def optimizer(params):
 """
 
 
-def write_sleep_model(path: Path, *, layers: int, forward_s: float, backward_s: float, width: int = 256) -> Path:
-    """Write the model file. With no time to sleep the layers do nothing at all."""
-    text = _TEXT.format(layers=layers, forward_s=forward_s, backward_s=backward_s, width=width, namespace=path.stem)
-    if not forward_s:
-        text = text.replace("    time.sleep(0)\n", "").replace("    time.sleep(0.0)\n", "")
+def write_sleep_model(
+    path: Path,
+    *,
+    layers: int,
+    forward_s: float,
+    backward_s: float,
+    weight_s: float | None = None,
+    width: int = 256,
+) -> Path:
+    """Write the model file. With no time to sleep the layers do nothing at all.
+
+    ``weight_s``: what an op on the weight alone sleeps in its backward, which a split backward leaves to W.
+    """
+    text = _TEXT.format(
+        layers=layers,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        weight_s=weight_s or 0,
+        weight="self.weight" if weight_s is None else "weigh(self.weight)",
+        width=width,
+        namespace=path.stem,
+    )
+    text = text.replace("    time.sleep(0)\n", "").replace("    time.sleep(0.0)\n", "")
     path.write_text(text)
     return path
