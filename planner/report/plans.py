@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
 from planner.search import Candidate, Found
 from planner.units import format_bytes, format_seconds
@@ -109,7 +110,7 @@ def table(headings: Sequence[str], sections: Sequence[Sequence[Sequence[str]]], 
     for section in sections:
         made.add_section()
         for row in section:
-            made.add_row(*row, style="bold" if row[0] == "best" else "")
+            made.add_row(*map(Text, row), style="bold" if row[0] == "best" else "")  # names may look like markup
     return made
 
 

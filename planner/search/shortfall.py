@@ -1,23 +1,22 @@
-"""Where nothing fits: the cut that comes closest, what it lacks and where, and the smallest change that would do."""
+"""Where nothing fits: the plan that comes closest, what it lacks and where, and the smallest changes that would do.
+
+Every change named has been tried: with it there is a plan that fits, found as ``leanest`` finds the closest one.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-
-import numpy as np
+from collections.abc import Iterator
 
 from planner.cluster import memory_limit
-from planner.errors import NothingFitsError
+from planner.errors import InputError, NothingFitsError
 from planner.graph import LayerGraph
 from planner.record import record
-from planner.schedules import Placement, ScheduleName
-from planner.search.depth import Depths1F1B
-from planner.search.figures import Figures, LayerFigures
-from planner.search.job import job_of_cut
-from planner.search.lattice import Floats, Lattice, along, lattice_of
-from planner.search.space import Asked, Configuration, configurations
-from planner.simulate import Walk, simulate
+from planner.schedules import Placement, shape_fault
+from planner.search.lean import leanest
+from planner.search.result import Candidate
+from planner.search.space import EVERY, Asked
 from planner.units import format_bytes
 
 
@@ -39,108 +38,103 @@ class NoPlanFitsError(NothingFitsError):
         self.smallest_change = smallest_change
 
 
-def no_plan_fits(graph: LayerGraph, asked: Asked) -> NoPlanFitsError:
-    """The error that says by how much nothing fits, and what would help."""
+def no_plan_fits(graph: LayerGraph, asked: Asked, closest: Candidate) -> NoPlanFitsError:
+    """The error that says by how much the closest plan does not fit, and what would help."""
     limit = memory_limit(asked.cluster) or 0
-    lattice = lattice_of(graph) or along(range(len(graph)))
-    found = [
-        (_needs(graph, asked, lattice, configuration), configuration)
-        for configuration in _widest(configurations(graph, asked))
-    ]
-    needs, configuration = min(found, key=lambda entry: max(entry[0]))
     missing = tuple(
-        Missing(rank=rank, stage=rank, bytes=need - limit) for rank, need in enumerate(needs) if need > limit
+        Missing(rank=use.rank, stage=_fullest_stage(closest, use.rank), bytes=use.peak_memory_bytes - limit)
+        for use in closest.timeline.ranks
+        if use.peak_memory_bytes > limit
     )
-    if not missing:  # it fits, yet no cut that was timed did: say so rather than nothing
-        missing = (Missing(rank=int(np.argmax(needs)), stage=int(np.argmax(needs)), bytes=0),)
     worst = max(missing, key=lambda entry: entry.bytes)
-    change = _smallest_change(graph, asked, lattice, configuration, max(needs))
+    change = f"it would fit with {' or '.join(_changes(graph, asked, closest))}"
+    shape = closest.configuration
+    stages = len(closest.stages)
     return NoPlanFitsError(
-        f"no plan fits: at its closest ({configuration.pipeline} stages, micro-batches of "
-        f"{configuration.microbatch_size}) rank {worst.rank}, stage {worst.stage}, needs "
-        f"{format_bytes(worst.bytes + limit)}, {format_bytes(worst.bytes)} ({worst.bytes} bytes) more than the "
-        f"{format_bytes(limit)} that a rank may use",
+        f"no plan fits: at its closest ({stages} stage{'s' * (stages > 1)}, micro-batches of {shape.microbatch_size}) "
+        f"rank {worst.rank}, stage {worst.stage}, needs {format_bytes(worst.bytes + limit)}, "
+        f"{format_bytes(worst.bytes)} ({worst.bytes} bytes) more than the {format_bytes(limit)} that a rank may use",
         hint=change,
         missing=missing,
         smallest_change=change,
     )
 
 
-def _widest(given: tuple[Configuration, ...]) -> list[Configuration]:
-    """Per micro-batch size the configuration with the most ranks: it needs the least on each."""
-    most: dict[int, Configuration] = {}
-    for configuration in given:
-        best = most.get(configuration.microbatch_size)
-        if best is None or configuration.pipeline > best.pipeline:
-            most[configuration.microbatch_size] = configuration
-    return list(most.values())
+def no_schedule_suits(asked: Asked) -> InputError:
+    """The error where no schedule asked for can be made with any shape asked for."""
+    names = " or ".join(asked.schedules)
+    in_a_v = all(shape_fault(name, virtual=1, placement=Placement.LOOP) for name in asked.schedules)
+    needs = "it needs two stages a rank on two ranks or more" if in_a_v else "ask for --virtual 1"
+    return InputError(f"no shape asked for suits schedule {names}", hint=f"{needs}: leave out what narrows the shapes")
 
 
-def _needs(graph: LayerGraph, asked: Asked, lattice: Lattice, configuration: Configuration) -> list[int]:
-    """Peak bytes of every rank in the cut whose largest is least, with as few micro-batches in flight as can be.
-
-    Under GPipe alone all are; the cut is then that with the least for one.
-    """
-    layers = LayerFigures(
-        graph,
-        microbatch_size=configuration.microbatch_size,
-        tensor=configuration.tensor,
-        cluster=asked.cluster,
-    )
-    cut = _leanest_cut(Figures(layers, lattice), configuration.pipeline)
-    names = [[graph.names[layer] for layer in lattice.layers(*step)] for step in cut]
-    recompute = (asked.recompute == "all",) * len(names)
-    walk = Walk(job_of_cut(graph, asked, configuration, names, recompute))
-    deep = asked.schedules == (ScheduleName.GPIPE,)
-    depths = (configuration.num_microbatches if deep else 1,) * configuration.pipeline
-    timeline = simulate(walk, Depths1F1B(walk, None).schedule(depths))
-    return [use.peak_memory_bytes for use in timeline.ranks]
+def _fullest_stage(closest: Candidate, rank: int) -> int:
+    """The stage of a rank that holds the most: parameters with all that goes with them, and what it saves."""
+    job = closest.job
+    factor = 1 + job.gradient_bytes_per_trainable_byte + job.state_bytes_per_trainable_byte
+    own = [stage for stage in closest.stages if stage.rank == rank]
+    return max(own, key=lambda stage: factor * stage.parameter_bytes + stage.buffer_bytes + stage.saved_bytes).stage
 
 
-def _leanest_cut(figures: Figures, num_stages: int) -> list[tuple[int, int]]:
-    """The steps of the cut whose largest stage, with one micro-batch in flight, is the smallest."""
-    lattice = figures.lattice
-    need: Floats = figures.fixed_bytes + figures.saved_bytes + figures.workspace_bytes
-    reach = np.full((num_stages + 1, len(lattice)), np.inf)
-    reach[0, 0] = 0.0
-    for stage in range(num_stages):
-        np.minimum.at(reach[stage + 1], lattice.end, np.maximum(reach[stage][lattice.start], need))
-    ideal, made = len(lattice) - 1, []
-    for stage in range(num_stages, 0, -1):
-        into = np.flatnonzero(lattice.end == ideal)
-        step = into[np.argmin(np.maximum(reach[stage - 1][lattice.start[into]], need[into]))]
-        made.append((int(lattice.start[step]), ideal))
-        ideal = int(lattice.start[step])
-    return made[::-1]
-
-
-def _smallest_change(graph: LayerGraph, asked: Asked, lattice: Lattice, closest: Configuration, need: int) -> str:
-    """More memory, and what would fit without: another schedule, a smaller micro-batch, more GPUs."""
+def _changes(graph: LayerGraph, asked: Asked, closest: Candidate) -> Iterator[str]:
+    """One option each that makes it fit: those that cost nothing first, then more GPUs, then more memory."""
     limit = memory_limit(asked.cluster) or 0
-    reserve = asked.cluster.memory_reserve_fraction or 0.0
-    if asked.schedules == (ScheduleName.GPIPE,):
-        flat = dataclasses.replace(asked, schedules=(ScheduleName.ONE_F_ONE_B,))
-        if max(_needs(graph, flat, lattice, closest)) <= limit:
-            return "it would fit with --schedule 1f1b, which holds fewer micro-batches at once"
-    ways = [f"--memory {_enough(need / (1 - reserve))}"]
-    for size, tensor in graph.rows():
-        if tensor == closest.tensor and size < closest.microbatch_size and asked.global_batch % size == 0:
-            smaller = _resized(closest, size, closest.pipeline, asked)
-            if max(_needs(graph, asked, lattice, smaller)) <= limit:
-                ways.append(f"--microbatch {size}")
-                break
-    more = _more_ranks(graph, asked, lattice, closest, limit)
+    for option, wider in _wider(asked):
+        found = _fitting(graph, wider, limit)
+        if found is not None:
+            yield f"{option} {_value(option, found)}"
+    more = _more_gpus(graph, asked, limit)
     if more is not None:
-        ways.append(f"--gpus {more}" if more > asked.gpus else f"--pipeline {more}")
-    return f"it would fit with {' or '.join(ways)}"
+        yield f"--gpus {more}"
+    reserve = asked.cluster.memory_reserve_fraction or 0.0
+    yield f"--memory {_enough(closest.peak_memory_bytes, reserve)}"
 
 
-def _more_ranks(graph: LayerGraph, asked: Asked, lattice: Lattice, closest: Configuration, limit: int) -> int | None:
-    """The fewest ranks that fit; None: not even one rank a layer does."""
-    low, high = closest.pipeline, len(graph)
+def _wider(asked: Asked) -> Iterator[tuple[str, Asked]]:
+    """What is asked for with one narrowing taken back."""
+    if asked.recompute == "none":
+        yield "--recompute", dataclasses.replace(asked, recompute="auto")
+    if set(asked.schedules) != set(EVERY):
+        yield "--schedule", dataclasses.replace(asked, schedules=EVERY)
+    if asked.microbatch is not None:
+        yield "--microbatch", dataclasses.replace(asked, microbatch=None)
+    if asked.virtual is not None:
+        yield "--virtual", dataclasses.replace(asked, virtual=None)
+    if asked.pipeline is not None:
+        yield "--pipeline", dataclasses.replace(asked, pipeline=None)
+    if asked.data is not None:
+        yield "--data", dataclasses.replace(asked, data=None)
 
-    def fits(ranks: int) -> bool:
-        return max(_needs(graph, asked, lattice, _resized(closest, closest.microbatch_size, ranks, asked))) <= limit
+
+def _value(option: str, found: Candidate) -> str:
+    """What the option has to say for the plan that was found."""
+    shape = found.configuration
+    values = {
+        "--recompute": "auto",
+        "--schedule": found.schedule.value,
+        "--microbatch": str(shape.microbatch_size),
+        "--virtual": str(shape.virtual),
+        "--pipeline": str(shape.pipeline),
+        "--data": str(shape.data),
+    }
+    return values[option]
+
+
+def _fitting(graph: LayerGraph, asked: Asked, limit: int) -> Candidate | None:
+    """The leanest plan of what is asked for, if it fits."""
+    try:
+        found = leanest(graph, asked, enough_bytes=limit)
+    except InputError:  # no shape at all
+        return None
+    return found if found is not None and found.peak_memory_bytes <= limit else None
+
+
+def _more_gpus(graph: LayerGraph, asked: Asked, limit: int) -> int | None:
+    """The fewest GPUs that fit; None: not even one for each layer does, or the sizes asked for leave no room."""
+    low, high = asked.gpus, max(asked.gpus, len(graph)) * min(asked.data or (1,)) * min(asked.tensor or (1,))
+
+    def fits(gpus: int) -> bool:
+        return _fitting(graph, dataclasses.replace(asked, gpus=gpus), limit) is not None
 
     if high <= low or not fits(high):
         return None
@@ -150,19 +144,10 @@ def _more_ranks(graph: LayerGraph, asked: Asked, lattice: Lattice, closest: Conf
     return high
 
 
-def _resized(closest: Configuration, size: int, ranks: int, asked: Asked) -> Configuration:
-    return Configuration(
-        pipeline=ranks,
-        data=1,
-        tensor=closest.tensor,
-        virtual=1,
-        placement=Placement.LOOP,
-        microbatch_size=size,
-        num_microbatches=asked.global_batch // size,
-    )
-
-
-def _enough(size: float) -> str:
-    """An amount of memory that is not less, as --memory takes it."""
+def _enough(peak_bytes: int, reserve: float) -> str:
+    """An amount of memory of which, less the reserve, so much is left, as --memory takes it."""
+    size = math.ceil(peak_bytes / (1 - reserve))
+    while int(size * (1 - reserve)) < peak_bytes:
+        size += 1
     mebi = 1024**2
-    return f"{math.ceil(size / mebi)}MiB" if size >= mebi else f"{math.ceil(size) + 1}"
+    return f"{math.ceil(size / mebi)}MiB" if size >= mebi else str(size)

@@ -46,7 +46,15 @@ def test_the_plan_keeps_all_rules_and_every_figure_in_it_is_fresh(here: Path) ->
     assert plan.search is not None
     assert plan.search.gpus == 3
     assert plan.search.proven
-    for word in ("one GPU", "even by layers", "even by parameters"):
+    assert max(map(len, answer.out.splitlines())) <= 80
+    for word in (
+        "one GPU",
+        "even by layers",
+        "bottleneck: rank",
+        "The cut",
+        "Where the time goes",
+        "Time against memory",
+    ):
         assert word in answer.out
 
 
@@ -55,7 +63,8 @@ def test_json_holds_the_plan_and_what_it_is_compared_with(here: Path) -> None:
     document = json.loads(answer.out)
     assert document["format"] == "pipeplan-plan/1"
     best = document["predicted"]["iteration_s"]
-    assert {entry["name"] for entry in document["baselines"]} == {"one GPU", "even by layers", "even by parameters"}
+    by_hand = {"one GPU", "even by layers", "even by parameters", "plain data parallel"}
+    assert {entry["name"] for entry in document["baselines"]} == by_hand
     assert all(entry["iteration_s"] >= best * (1 - 1e-9) for entry in document["alternatives"] + document["baselines"])
     assert document["profile"]["path"] == "../profiles/chain.json"
     assert read_plan(here / "plans/mine.yaml").predicted is not None

@@ -19,7 +19,7 @@ from planner.profile import Layer, Profile
 from planner.report.boundaries import REACH, boundaries_of
 from planner.report.contest import best_by_schedule, contenders, frontier
 from planner.report.explain import told
-from planner.report.plans import others
+from planner.report.plans import others, table
 from planner.schedules import ScheduleName
 from planner.search import Asked, Found, solve
 from planner.units import format_bytes, format_seconds
@@ -179,3 +179,10 @@ def test_the_proof_is_in_plain_words() -> None:
         assert "not proven the best" in text
         assert "the bound" in text
         assert "the gap" in text
+
+
+def test_a_name_that_looks_like_markup_is_printed_as_it_is() -> None:
+    console = Console(file=StringIO(), width=80)
+    console.print(table(("layers",), [[("blocks[0].[bold]",)]], words=("layers",)))
+    assert isinstance(console.file, StringIO)
+    assert "blocks[0].[bold]" in console.file.getvalue()

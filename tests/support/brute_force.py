@@ -17,6 +17,7 @@ from planner.errors import InputError
 from planner.graph import LayerGraph
 from planner.schedules import Placement, Schedule, ScheduleName, build, default_warmup, ranks_of, shape_fault
 from planner.simulate import Job, Walk, simulate
+from planner.simulate.memory import resident_bytes
 from support.random_profiles import all_cuts, job_for
 
 NAMES = tuple(name for name in ScheduleName if name is not ScheduleName.SYNTHESISED)
@@ -115,6 +116,11 @@ def least_s(walk: Walk) -> float:
     for stage, lasts in zip(job.stages, walk.durations, strict=True):
         loads[stage.rank] += lasts.forward_s + lasts.backward_s
     return job.num_microbatches * max(loads)
+
+
+def least_bytes(job: Job) -> int:
+    """What the fullest rank holds at all times: no schedule needs less."""
+    return max(resident_bytes(job, rank) for rank in range(job.num_ranks))
 
 
 def fitting_s(walk: Walk, schedule: Schedule, below_s: float) -> float:

@@ -1,0 +1,120 @@
+"""Where nothing fits: what it says is missing is missing, and each change that it names makes it fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import re
+
+import pytest
+from support.random_profiles import random_cluster, random_profile
+
+from planner.cluster import memory_limit, resolve
+from planner.errors import NothingFitsError
+from planner.graph import LayerGraph
+from planner.profile import Profile
+from planner.schedules import ScheduleName
+from planner.search import EVERY, Asked, solve
+from planner.search.lean import leanest
+from planner.search.shortfall import NoPlanFitsError
+from planner.units import parse_bytes
+
+CHANGE = re.compile(r"(--[a-z]+) (\S+)")
+
+
+def random_question(rng: random.Random) -> tuple[Profile, Asked]:
+    """Little memory, and often something narrowed that need not be."""
+    profile = random_profile(rng, chain=rng.random() < 0.5, most_layers=7)
+    cluster = dataclasses.replace(
+        random_cluster(rng, memory=int(10 ** rng.uniform(1.8, 2.8))), memory_reserve_fraction=rng.choice((0.0, 0.1))
+    )
+    asked = Asked(gpus=rng.randint(1, 4), global_batch=rng.choice((2, 4)), cluster=resolve(cluster, profile))
+    if rng.random() < 0.3:
+        return profile, asked
+    return profile, dataclasses.replace(
+        asked,
+        schedules=rng.choice((EVERY, (ScheduleName.GPIPE,), (ScheduleName.ONE_F_ONE_B,))),
+        pipeline=rng.choice((None, (1,), (1, 2))),
+        microbatch=rng.choice((None, (2,))),
+        virtual=rng.choice((None, (1,))),
+        recompute=rng.choice(("auto", "none")),
+    )
+
+
+def changed(asked: Asked, option: str, value: str) -> Asked:
+    match option:
+        case "--memory":
+            cluster = dataclasses.replace(asked.cluster, memory_bytes=parse_bytes(value))
+            return dataclasses.replace(asked, cluster=cluster)
+        case "--gpus":
+            return dataclasses.replace(asked, gpus=int(value))
+        case "--recompute":
+            return dataclasses.replace(asked, recompute=value)
+        case "--schedule":
+            return dataclasses.replace(asked, schedules=(ScheduleName(value),))
+        case _:
+            return dataclasses.replace(asked, **{option.removeprefix("--"): (int(value),)})
+
+
+def refusal(profile: Profile, asked: Asked) -> NoPlanFitsError | None:
+    try:
+        found = solve(profile, asked)
+    except NoPlanFitsError as error:
+        return error
+    limit = memory_limit(asked.cluster)
+    assert limit is None or found.best.peak_memory_bytes <= limit
+    return None
+
+
+def check_each_change(seed: int) -> set[str]:
+    """The options that were named, all of which helped."""
+    profile, asked = random_question(random.Random(seed))
+    error = refusal(profile, asked)
+    if error is None:
+        return set()
+    limit, stages = memory_limit(asked.cluster), 4 * asked.gpus
+    assert error.missing
+    for entry in error.missing:
+        assert entry.bytes > 0
+        assert 0 <= entry.rank < asked.gpus
+        assert 0 <= entry.stage < stages
+    assert error.exit_code == 3
+    changes = CHANGE.findall(error.smallest_change)
+    assert changes[-1][0] == "--memory"
+    for option, value in changes:
+        assert refusal(profile, changed(asked, option, value)) is None, (option, value)
+    assert limit is not None
+    gpus = dict(changes).get("--gpus")
+    if gpus is not None:
+        assert int(gpus) > asked.gpus
+    return {option for option, _ in changes}
+
+
+def test_each_change_makes_it_fit() -> None:
+    named = set().union(*map(check_each_change, range(60)))
+    assert {"--memory", "--gpus"} <= named
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", range(10))
+def test_each_change_makes_it_fit_at_length(chunk: int) -> None:
+    named = set().union(*map(check_each_change, range(1000 + 100 * chunk, 1100 + 100 * chunk)))
+    assert {"--memory", "--gpus", "--recompute", "--schedule", "--microbatch", "--virtual", "--pipeline"} & named
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_is_missing_is_that_of_the_leanest_plan(seed: int) -> None:
+    """The amounts are those of a plan that can be made; a hair less memory than it needs, and it does not fit."""
+    profile, asked = random_question(random.Random(seed))
+    plenty = dataclasses.replace(asked, cluster=dataclasses.replace(asked.cluster, memory_bytes=None))
+    closest = leanest(LayerGraph.of(profile), plenty)
+    if closest is None or closest.peak_memory_bytes < 2:
+        return
+    cluster = dataclasses.replace(asked.cluster, memory_bytes=closest.peak_memory_bytes, memory_reserve_fraction=0.0)
+    assert refusal(profile, dataclasses.replace(asked, cluster=cluster)) is None
+    tiny = dataclasses.replace(cluster, memory_bytes=1)
+    with pytest.raises(NothingFitsError) as caught:
+        solve(profile, dataclasses.replace(asked, cluster=tiny))
+    assert isinstance(caught.value, NoPlanFitsError)
+    worst = max(entry.bytes for entry in caught.value.missing)
+    assert worst <= closest.peak_memory_bytes - 1 or asked.recompute == "auto"
