@@ -1,28 +1,58 @@
 #!/usr/bin/env python
-"""How long the search takes: a table on stdout.  scripts/bench/search.py [--quick]."""
+"""How long the search takes, how near the bound it ends, and what its plans win over those of others.
+
+.venv/bin/python scripts/bench/search.py [--quick] [--cases FOLDER]
+
+``--cases``: the folder that holds pipedream/*.graph.txt (default: PIPEPLAN_CASES); without it those rows are left out.
+"""
 
 from __future__ import annotations
 
-import itertools
+import argparse
+import os
 import random
+import statistics
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
-from planner.cluster import Cluster, resolve
+from planner.cluster import Cluster, ClusterLinks, Link, resolve
+from planner.exchange.pipedream import import_pipedream
 from planner.graph import LayerGraph
 from planner.profile import Cost, Device, Edge, EdgeTensor, Layer, OptimizerCost, Profile, ProfiledModel
-from planner.schedules import ScheduleName
-from planner.search import Asked, solve
+from planner.search import Asked, Found, solve
+from planner.search.baselines import by_hand, even_by_count, even_by_parameters
 from planner.search.figures import Figures, LayerFigures
 from planner.search.lattice import lattice_of
 from planner.search.proof import prove
 from planner.search.suffix import Shape, SuffixBound
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))  # PipeDream's objective stands there
+from support.pipedream_cut import pipedream_cut
+
 GIBI = 1024**3
+SAMPLES = 128
+"""Samples of a mini-batch that PipeDream's profiles are for."""
+FAST_LINK = Link(latency_s=5e-6, bandwidth_bytes_per_s=50e9)
+CONSOLE = Console(width=120, highlight=False)
+
+
+class Case(NamedTuple):
+    """One search that is timed."""
+
+    layers: int
+    gpus: int
+    memory_gibi: int | None = None
+
+
+CRITERIA = [Case(98, 8), Case(98, 8, 24), Case(200, 64), Case(200, 64, 16), Case(1000, 1024), Case(1000, 1024, 16)]
+BY_LAYERS = [Case(layers, 8, 24) for layers in (50, 100, 200)] + [Case(layers, 64, 24) for layers in (500, 1000)]
+BY_GPUS = [Case(200, gpus) for gpus in (8, 64, 512)] + [Case(1000, 4096)]
 
 
 def chain(num_layers: int, *, spread: float = 0.3, sizes: tuple[int, ...] = (1, 2, 4), seed: int = 0) -> Profile:
@@ -71,8 +101,43 @@ def chain(num_layers: int, *, spread: float = 0.3, sizes: tuple[int, ...] = (1, 
     )
 
 
+def timed(profile: Profile, asked: Asked) -> tuple[Found, float]:
+    """A search and its seconds."""
+    began = time.perf_counter()
+    found = solve(profile, asked)
+    return found, time.perf_counter() - began
+
+
+def row_of(what: str, found: Found, seconds: float) -> tuple[str, ...]:
+    """One line of the table of searches."""
+    shape = found.best.configuration
+    sizes = f"P={shape.pipeline} D={shape.data} v={shape.virtual} b={shape.microbatch_size} M={shape.num_microbatches}"
+    return (
+        what,
+        f"{seconds:.2f} s",
+        f"{found.solved} of {found.configurations}",
+        f"{sizes} {found.best.schedule.value}",
+        f"{found.gap:.2%}",
+        "yes" if found.proven else "no",
+    )
+
+
+def chains(cases: list[Case]) -> Iterator[tuple[str, ...]]:
+    """Searches of the whole space; where all GPUs are used M is four times P at the largest micro-batch size."""
+    for case in cases:
+        profile = chain(case.layers)
+        cluster = resolve(
+            Cluster(gpus_per_node=8, links=ClusterLinks(intra_node=FAST_LINK, inter_node=FAST_LINK)),
+            profile,
+            case.memory_gibi * GIBI if case.memory_gibi else None,
+        )
+        found, seconds = timed(profile, Asked(gpus=case.gpus, global_batch=16 * case.gpus, cluster=cluster))
+        memory = f", {case.memory_gibi} GiB" if case.memory_gibi else ""
+        yield row_of(f"{case.layers} layers, {case.gpus} GPUs{memory}", found, seconds)
+
+
 def proofs() -> Iterator[tuple[str, ...]]:
-    """One cut: bound by the recursion, windows, and the ILP's own proof."""
+    """One cut: the bound by the recursion, its windows, the ILP's own proof."""
     for num_layers, ranks in ((98, 8), (200, 32), (200, 64)):
         graph = LayerGraph.of(chain(num_layers, sizes=(1,)))
         cluster = resolve(Cluster(), graph.profile)
@@ -86,51 +151,85 @@ def proofs() -> Iterator[tuple[str, ...]]:
         windows = suffix.windows(below)
         assert windows is not None
         solved = prove(layers, shape, windows=windows, below_s=below)
-        took = time.perf_counter() - began
-        choices = sum(last - first for first, last in windows)
+        seconds = time.perf_counter() - began
         yield (
-            f"cut of {num_layers} layers into {ranks}",
-            f"{took:.2f} s",
-            f"{choices} binaries, {solved.nodes} nodes",
-            f"ILP {solved.bound:.6g} to {solved.value:.6g}, recursion {suffix.bound_s:.6g}",
+            f"{num_layers} layers into {ranks}",
+            f"{seconds:.2f} s",
+            str(sum(last - first for first, last in windows)),
+            str(solved.nodes),
+            f"{solved.bound:.6g}",
+            f"{suffix.bound_s:.6g}",
         )
 
 
-def searches(*, quick: bool) -> Iterator[tuple[str, ...]]:
-    """Whole searches."""
-    cases = [(50, 8, None), (98, 8, None), (98, 8, 24), (200, 64, None), (200, 64, 16)]
-    if not quick:
-        cases += [(1000, 64, None), (1000, 1024, None), (1000, 1024, 16), (1000, 4096, None)]
-    for num_layers, gpus, memory in cases:
-        profile = chain(num_layers)
-        asked = Asked(
-            gpus=gpus,
-            global_batch=8 * gpus,
-            cluster=resolve(Cluster(), profile, memory * GIBI if memory else None),
-            schedules=(ScheduleName.GPIPE, ScheduleName.ONE_F_ONE_B),
-        )
-        began = time.perf_counter()
-        found = solve(profile, asked)
-        took = time.perf_counter() - began
-        shape = found.best.configuration
-        yield (
-            f"{num_layers} layers, {gpus} GPUs" + (f", {memory} GiB" if memory else ""),
-            f"{took:.2f} s",
-            f"{found.configurations} configurations, {found.solved} solved",
-            f"P={shape.pipeline} b={shape.microbatch_size}: gap {found.gap:.2%}, "
-            f"{'proven' if found.proven else 'not proven'}",
-        )
+def margins(cases: Path, names: tuple[str, ...], counts: tuple[int, ...]) -> Iterator[tuple[str, ...]]:
+    """PipeDream's profiles over links of 1 GB/s: our plans, and how many times their time others' plans take."""
+    links = ClusterLinks(intra_node=Link(latency_s=0.0, bandwidth_bytes_per_s=1e9))
+    for name in names:
+        profile, _ = import_pipedream(cases / "pipedream" / f"{name}.graph.txt", microbatch_size=SAMPLES)
+        cluster = resolve(Cluster(links=links), profile)
+        for gpus in counts:
+            found, seconds = timed(profile, Asked(gpus=gpus, global_batch=4 * gpus * SAMPLES, cluster=cluster))
+            yield margin_row(f"{name}, {gpus} GPUs", gpus, found, seconds)
+
+
+def margin_row(what: str, gpus: int, found: Found, seconds: float) -> tuple[str, ...]:
+    """One line of the table of margins; the others' plans each at their best number of replicas."""
+    times: dict[str, float] = {}
+    for data in (data for data in range(1, gpus + 1) if gpus % data == 0):
+        ranks = min(gpus // data, len(found.graph))
+        cuts = {
+            "layers": even_by_count(found.graph, ranks),
+            "parameters": even_by_parameters(found.graph, ranks),
+            "pipedream": pipedream_cut(found.graph, num_stages=ranks, data=data, microbatch_size=SAMPLES),
+        }
+        for whose, cut in cuts.items():
+            theirs = by_hand(found.graph, found.asked, cut, SAMPLES, data=data).iteration_s
+            key = "data" if ranks == 1 else whose
+            times[key] = min(times.get(key, theirs), theirs)
+    ratios = [f"{times[key] / found.best.iteration_s:.3f}" for key in ("layers", "parameters", "pipedream", "data")]
+    shape = found.best.configuration
+    plan = f"P={shape.pipeline} D={shape.data} v={shape.virtual} {found.best.schedule.value}"
+    return (what, f"{seconds:.2f} s", f"{found.gap:.2%}", "yes" if found.proven else "no", plan, *ratios)
+
+
+def show(title: str, headings: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """A table, its rows as they are ready and then put together."""
+    table, made = Table(*headings, title=title, title_justify="left"), []
+    for row in rows:
+        CONSOLE.print("  ".join(row), style="dim")
+        table.add_row(*row)
+        made.append(row)
+    CONSOLE.print(table)
+    return made
+
+
+SEARCHED = ("search", "time", "solved", "plan", "gap", "proven")
+MODELS = ("vgg16", "resnet50", "gnmt", "alexnet", "densenet121")
 
 
 def main() -> None:
-    """Print the table, a row as it is ready."""
-    quick = "--quick" in sys.argv[1:]
-    console = Console(width=140)
-    table = Table("what", "time", "size", "result")
-    for row in itertools.chain(proofs(), searches(quick=quick)):
-        table.add_row(*row)
-        console.print("  ".join(row), highlight=False)
-    console.print(table)
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="what fits into two minutes")
+    parser.add_argument("--cases", default=os.environ.get("PIPEPLAN_CASES"), help="folder of real profiles")
+    chosen = parser.parse_args()
+    quick: bool = chosen.quick
+    show("one cut, and its proof", ("cut", "time", "binaries", "nodes", "ILP", "recursion"), proofs())
+    rows = show("whole searches", SEARCHED, chains(CRITERIA[:4] if quick else CRITERIA))
+    rows += show("as layers grow", SEARCHED, chains(BY_LAYERS[:3] if quick else BY_LAYERS))
+    rows += show("as GPUs grow", SEARCHED, chains(BY_GPUS[:2] if quick else BY_GPUS))
+    gaps = [float(row[4].rstrip("%")) for row in rows]
+    CONSOLE.print(f"gaps of these: median {statistics.median(gaps):.2f} %, largest {max(gaps):.2f} %")
+    if not chosen.cases:
+        CONSOLE.print("no folder of cases: PipeDream's models are left out")
+        return
+    models = ("vgg16", "alexnet", "densenet121") if quick else MODELS
+    show(
+        "others' plans, times ours (1 GB/s links)",
+        ("model", "time", "gap", "proven", "plan", "even layers", "even params", "PipeDream", "data par."),
+        margins(Path(chosen.cases), models, (8,) if quick else (4, 8, 16)),
+    )
 
 
 if __name__ == "__main__":
