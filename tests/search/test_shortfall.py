@@ -22,9 +22,9 @@ from planner.units import parse_bytes
 CHANGE = re.compile(r"(--[a-z]+) (\S+)")
 
 
-def random_question(rng: random.Random) -> tuple[Profile, Asked]:
+def random_question(rng: random.Random, most_layers: int = 5) -> tuple[Profile, Asked]:
     """Little memory, and often something narrowed that need not be."""
-    profile = random_profile(rng, chain=rng.random() < 0.5, most_layers=7)
+    profile = random_profile(rng, chain=rng.random() < 0.5, most_layers=most_layers)
     cluster = dataclasses.replace(
         random_cluster(rng, memory=int(10 ** rng.uniform(1.8, 2.8))), memory_reserve_fraction=rng.choice((0.0, 0.1))
     )
@@ -66,9 +66,9 @@ def refusal(profile: Profile, asked: Asked) -> NoPlanFitsError | None:
     return None
 
 
-def check_each_change(seed: int) -> set[str]:
+def check_each_change(seed: int, most_layers: int = 5) -> set[str]:
     """The options that were named, all of which helped."""
-    profile, asked = random_question(random.Random(seed))
+    profile, asked = random_question(random.Random(seed), most_layers)
     error = refusal(profile, asked)
     if error is None:
         return set()
@@ -91,18 +91,19 @@ def check_each_change(seed: int) -> set[str]:
 
 
 def test_each_change_makes_it_fit() -> None:
-    named = set().union(*map(check_each_change, range(60)))
+    named = set().union(*map(check_each_change, range(30)))
     assert {"--memory", "--gpus"} <= named
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", range(10))
 def test_each_change_makes_it_fit_at_length(chunk: int) -> None:
-    named = set().union(*map(check_each_change, range(1000 + 100 * chunk, 1100 + 100 * chunk)))
+    seeds = range(1000 + 50 * chunk, 1050 + 50 * chunk)
+    named = set().union(*(check_each_change(seed, 8) for seed in seeds))
     assert {"--memory", "--gpus", "--recompute", "--schedule", "--microbatch", "--virtual", "--pipeline"} & named
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(10))
 def test_what_is_missing_is_that_of_the_leanest_plan(seed: int) -> None:
     """The amounts are those of a plan that can be made; a hair less memory than it needs, and it does not fit."""
     profile, asked = random_question(random.Random(seed))
@@ -116,5 +117,4 @@ def test_what_is_missing_is_that_of_the_leanest_plan(seed: int) -> None:
     with pytest.raises(NothingFitsError) as caught:
         solve(profile, dataclasses.replace(asked, cluster=tiny))
     assert isinstance(caught.value, NoPlanFitsError)
-    worst = max(entry.bytes for entry in caught.value.missing)
-    assert worst <= closest.peak_memory_bytes - 1 or asked.recompute == "auto"
+    assert max(entry.bytes for entry in caught.value.missing) == closest.peak_memory_bytes - 1
