@@ -4,12 +4,35 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
+
+WIDEST = 100
+"""Columns that sentences fill at most: longer lines are hard to read."""
 
 out = Console(highlight=False, soft_wrap=False)
 err = Console(stderr=True, highlight=False)
+
+
+def say(text: str, *, to: Console = out, indent: int = 0, style: str = "") -> None:
+    """Sentences, wrapped at the terminal's width, with the lines after the first indented; no word is broken."""
+    lines = textwrap.wrap(
+        text,
+        width=min(to.width, WIDEST),
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    for line in lines or [""]:
+        to.print(Text(line, style=style), soft_wrap=True)
+
+
+def remark(text: str) -> None:
+    """What is worth knowing beside the answer: on stderr, wrapped."""
+    say(f"remark: {text}", to=err, indent=8)
 
 
 def print_json(document: Any) -> None:

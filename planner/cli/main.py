@@ -10,7 +10,7 @@ import typer
 from typer.exceptions import TyperException
 
 import planner
-from planner.cli import check, example, export, import_, profile, run, schema, show, simulate, solve
+from planner.cli import check, doctor, example, export, import_, profile, run, schema, show, simulate, solve
 from planner.errors import PipeplanError
 
 app = typer.Typer(
@@ -36,7 +36,7 @@ def options(
     """Plans pipeline-parallel training, proves the plan, and runs it."""
 
 
-for _module in (example, profile, solve, run, simulate, check, show, export, import_, schema):
+for _module in (example, profile, solve, run, simulate, check, show, export, import_, schema, doctor):
     _module.register(app)
 for _command in app.registered_commands:
     assert _command.callback is not None

@@ -23,9 +23,9 @@ _NAMED = {
     ScheduleName.GPIPE: "GPipe",
     ScheduleName.ONE_F_ONE_B: "1F1B",
     ScheduleName.INTERLEAVED: "Interleaved1F1B",
-    ScheduleName.LOOPED_BFS: "LoopedBFS",
 }
-"""Schedules whose order torch makes from the name alone, just as ours; all others are written as CSV."""
+"""Schedules whose order torch makes from the name alone, just as ours. All others are written as CSV: LoopedBFS, for
+one, runs its backwards from the last micro-batch to the first there."""
 
 
 def torchtitan_settings(path: Path, goal: Path | None = None) -> str:
