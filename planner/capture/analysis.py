@@ -45,9 +45,7 @@ def settled(
     """Analyse, insert the copies that turn out to be needed, and again until none is."""
 
     def cut(live: list[fx.Node], seen: Trace, flow: Dataflow) -> list[Segment]:
-        def work(node: fx.Node) -> float:
-            return seen.facts[node].flops + 10.0 * _numel(seen, node)
-
+        work = _work(lifted, seen, _samples(batch)).__getitem__
         parts = cutting.segments(live, lifted=lifted, root=module, work=work, granularity=granularity)
         return cutting.merged(parts, _inseparable(parts, lifted, seen, flow))
 
@@ -100,9 +98,32 @@ def _settled(lifted: Lifted, module: nn.Module, batch: Batch, cut: _Cut, fakes: 
     )
 
 
-def _numel(seen: Trace, node: fx.Node) -> int:
-    tensor = seen.facts[node].tensor
-    return 0 if tensor is None else tensor.numel()
+def _samples(batch: Batch) -> int:
+    return next(leaf.shape[0] for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
+
+
+def _work(lifted: Lifted, seen: Trace, samples: int) -> dict[fx.Node, float]:
+    """About what each op does for one sample: FLOPs, and ten for each number that it makes.
+
+    The same at every micro-batch size, since layers hang on it: what is done once for all samples counts nothing, nor
+    does what is another at every batch.
+    """
+    found: dict[fx.Node, float] = {}
+    by_sample = {node for node, (role, _) in lifted.roles.items() if role is Role.INPUT}
+    by_values: set[fx.Node] = set(lifted.sized_by_values)
+    for node in lifted.graph.nodes:
+        read = node.all_input_nodes
+        if any(used in by_values for used in read):
+            by_values.add(node)
+        if any(used in by_sample for used in read):
+            by_sample.add(node)
+        facts = seen.facts.get(node)
+        counts = facts is not None and node in by_sample and node not in by_values
+        tensor = facts.tensor if facts is not None and counts else None
+        numel = 0 if tensor is None or tensor.numel() % samples else tensor.numel()
+        flops = facts.flops if facts is not None and counts else 0
+        found[node] = (flops - flops % samples + 10 * numel) / samples
+    return found
 
 
 def needed(analysis: Analysis, nodes: Iterable[fx.Node]) -> list[fx.Node]:

@@ -1,8 +1,9 @@
 """Which ops form a layer: by the user's own modules, in execution order.
 
 A layer is a run of consecutive ops. At granularity ``block`` it is the call of a child of the shallowest repeated
-container (``blocks.3``) or of a module that holds no such container (``head``); a layer with too much of the whole
-work is opened in its turn. Ops outside any of these, and modules that hold no parameter, join the layer before.
+container (``blocks.3``) or of a module that holds no such container (``head``). A layer with too much of the whole
+work is opened in its turn, and the small parts that come out (norms) join their larger neighbours; where there are
+hundreds of layers small ones join too. Ops outside any module, and modules without a parameter, join the layer before.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from planner.capture.trace import is_getitem
 
 Granularity = Literal["op", "module", "block"]
 
-LARGEST_SHARE: Final = 1 / 8  # of the whole work: a layer above it is opened
+LARGEST_SHARE: Final = 1 / 16
+"""Of the whole work: a layer above it is opened, so that four stages and more can be made about equal."""
+LEAST_SHARE: Final = 1 / 256
+"""Of the whole work and of all parameters: a layer under it may join its neighbour."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,6 +65,10 @@ class _Calls:
         """Whether the module is a child of a container that has several children called."""
         return _parent(module) in self._repeated
 
+    def is_repeated(self, module: str) -> bool:
+        """Whether the module is such a container."""
+        return module in self._repeated
+
     def holds_repeated(self, module: str) -> bool:
         """Whether such a container lies in what the module calls."""
         return any(self.in_repeated(child) or self.holds_repeated(child) for child in self.children[module])
@@ -94,9 +102,11 @@ def segments(
     if granularity == "op":
         return _named(_op_segments(nodes, calls))
     opened = _opened(calls, granularity)
-    if granularity == "block":
-        _open_what_is_too_large(opened, calls, work)
-    return _named(_module_segments(nodes, calls, opened, keep_stateless=granularity == "module"))
+    if granularity == "module":
+        return _named(_module_segments(nodes, calls, opened, keep_stateless=True))
+    _open_what_is_too_large(opened, calls, work)
+    made = _module_segments(nodes, calls, opened, keep_stateless=False)
+    return _named(_without_crumbs(made, calls, _Shares(made, root, work)))
 
 
 def _opened(calls: _Calls, granularity: Granularity) -> set[str]:
@@ -161,6 +171,68 @@ def _module_segments(nodes: list[fx.Node], calls: _Calls, opened: set[str], *, k
     if leading:
         made.append(Segment(name="model", kind="model", modules=[""], nodes=leading))
     return made
+
+
+class _Shares:
+    """Of the whole: a segment's part of the work, or of the parameters' elements where that is larger."""
+
+    def __init__(self, made: list[Segment], root: nn.Module, work: Callable[[fx.Node], float]) -> None:
+        self._modules = dict(root.named_modules())
+        self.work = {id(segment): sum(map(work, segment.nodes)) for segment in made}
+        self._held = {id(segment): self._elements(segment) for segment in made}
+        self._totals = sum(self.work.values()) or 1, sum(self._held.values()) or 1
+
+    def _elements(self, segment: Segment) -> int:
+        held = {p: None for name in segment.modules if name for p in self._modules[name].parameters()}
+        return sum(parameter.numel() for parameter in held)
+
+    def __call__(self, *segments: Segment) -> float:
+        work, held = (sum(found[id(segment)] for segment in segments) for found in (self.work, self._held))
+        return max(work / self._totals[0], held / self._totals[1])
+
+
+def _without_crumbs(made: list[Segment], calls: _Calls, share: _Shares) -> list[Segment]:
+    """Parts of one module that are small together are one layer; a tiny part joins the nearer of its neighbours.
+
+    Where there are hundreds of layers, tiny ones join whatever comes after them.
+    """
+    many = len(made) > 1 / LEAST_SHARE
+    groups: list[list[Segment]] = []
+    for segment, following in zip(made, [*made[1:], None], strict=True):
+        group = groups[-1] if groups else []
+        if group and not any(set(one.modules) & calls.whole_modules for one in (*group, segment)):
+            around, after = (_around(group[-1], segment), _around(segment, following) if following else "")
+            both = share(*group, segment)
+            is_tiny = share(segment) < LEAST_SHARE
+            joins_back = is_tiny and len(around) > len(after)
+            together = not is_tiny and both <= LARGEST_SHARE / 2 and not calls.is_repeated(around)
+            near = around and (share(*group) < LEAST_SHARE or joins_back or together)
+            if near or (many and both <= 2 * LEAST_SHARE):
+                group.append(segment)
+                continue
+        groups.append([segment])
+    return [_joined(group, share) for group in groups]
+
+
+def _around(one: Segment, other: Segment) -> str:
+    """The smallest module around both, by name; the model itself is ``""``."""
+    shared = []
+    for first, second in zip(one.name.split("."), other.name.split("."), strict=False):
+        if first != second:
+            break
+        shared.append(first)
+    return ".".join(shared)
+
+
+def _joined(group: list[Segment], share: _Shares) -> Segment:
+    """One segment out of several, under the name of the one with the most work."""
+    main = max(group, key=lambda segment: share.work[id(segment)])
+    return Segment(
+        name=main.name,
+        kind=main.kind,
+        modules=list(dict.fromkeys(module for segment in group for module in segment.modules)),
+        nodes=[node for segment in group for node in segment.nodes],
+    )
 
 
 def _op_segments(nodes: list[fx.Node], calls: _Calls) -> list[Segment]:

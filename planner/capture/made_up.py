@@ -52,13 +52,15 @@ class RealCall:
         with unset_fake_temporarily():
             given = [self._reals(tensors, is_weight=group == 1) for group, tensors in enumerate(arguments)]
             before = [buffer.clone() for buffer in given[2]]
+            versions = [tensor._version for tensor in given[0]]
             with torch.autograd.graph.saved_tensors_hooks(self._pack, _never):
                 made = function(*given)
             self.outputs = [self._fake(tensor) for tensor in made]
-            changed = [not torch.equal(one, other) for one, other in zip(before, given[2], strict=True)]
-        for fake, differs in zip(arguments[2], changed, strict=True):
+            changed = [tensor._version != was for tensor, was in zip(given[0], versions, strict=True)]
+            changed += [not torch.equal(one, other) for one, other in zip(before, given[2], strict=True)]
+        for fake, differs in zip((*arguments[0], *arguments[2]), changed, strict=True):
             if differs:
-                fake.zero_()
+                torch.autograd.graph.increment_version(fake)
 
     def _reals(self, tensors: list[Tensor], *, is_weight: bool) -> list[Tensor]:
         made = []

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner.capture import Capture, RandomKey, Stage
+from planner.capture import Batch, Capture, RandomKey, Stage
 from planner.measure.memory import MemoryMeter, meter_for
 from planner.measure.passes import Pipeline
 from planner.schedules import Letter
@@ -42,45 +42,65 @@ def measure_held(captured: Capture) -> tuple[HeldBytes, ...]:
         return action(*given)
 
     pipeline.run(recorded, split=True)
-    saved_inputs = [0] * len(captured.layers)
-    number = {layer.name: index for index, layer in enumerate(captured.layers)}
-    for edge in captured.edges:
-        saved_inputs[number[edge.target]] += sum(
-            tensor.bytes_per_sample * captured.microbatch_size + tensor.fixed_bytes
-            for tensor in edge.tensors
-            if tensor.saved
-        )
+    inputs = saved_inputs(captured)
     held = tuple(
-        _held(captured, stage, received[index], gradients[index], layer.saved_bytes + saved_inputs[index])
+        held_by(captured, stage, captured.batch, received[index], gradients[index], layer.saved_bytes + inputs[index])
         for index, (layer, stage) in enumerate(zip(captured.layers, pipeline.stages, strict=True))
     )
     pipeline.drop_gradients()
     return held
 
 
-def _held(
-    captured: Capture, stage: Stage, received: Mapping[str, Tensor], gradients: Mapping[str, Tensor], saved_bytes: int
+def saved_inputs(captured: Capture) -> list[int]:
+    """For each layer the bytes of the tensors from other layers that it keeps for its backward."""
+    found = [0] * len(captured.layers)
+    number = {layer.name: index for index, layer in enumerate(captured.layers)}
+    for edge in captured.edges:
+        found[number[edge.target]] += sum(
+            tensor.bytes_per_sample * captured.microbatch_size + tensor.fixed_bytes
+            for tensor in edge.tensors
+            if tensor.saved
+        )
+    return found
+
+
+def held_by(
+    captured: Capture,
+    stage: Stage,
+    batch: Batch,
+    received: Mapping[str, Tensor],
+    gradients: Mapping[str, Tensor],
+    saved_bytes: int,
 ) -> HeldBytes:
-    """Run one stage on copies that nothing else holds: what lives after an action is what the stage keeps."""
+    """Run one stage on copies that nothing else holds: what lives after an action is what the stage keeps.
+
+    Its gradients are there already, from an earlier pass: they are counted apart.
+    """
     with meter_for(captured.device) as meter:
-        _forward(captured, stage, received, meter, split=True)
+        _forward(stage, batch, received, meter, split=True)
         peaks = [meter.peak_bytes() - saved_bytes]
         for_weight = _backward(stage.backward_input, gradients, meter)
         peaks.append(meter.peak_bytes() - saved_bytes)
         meter.reset_peak()
         stage.backward_weight(0)
         peaks.append(meter.peak_bytes() - for_weight)
-        _forward(captured, stage, received, meter, split=False)
+        _forward(stage, batch, received, meter, split=False)
         peaks.append(meter.peak_bytes() - saved_bytes)
         _backward(stage.backward, gradients, meter)
         peaks.append(meter.peak_bytes() - saved_bytes)
     return HeldBytes(saved_for_weight=for_weight, workspace=max(0, *peaks))
 
 
-def _forward(
-    captured: Capture, stage: Stage, received: Mapping[str, Tensor], meter: MemoryMeter, *, split: bool
-) -> None:
-    inputs, target = captured.batch
+def fill_gradients(stage: Stage, batch: Batch, received: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
+    """A first pass."""
+    inputs, target = batch
+    stage.forward(0, inputs, target, received, RandomKey(0, 0, 0), split=True)
+    stage.backward_input(0, dict(gradients), 1.0)
+    stage.backward_weight(0)
+
+
+def _forward(stage: Stage, batch: Batch, received: Mapping[str, Tensor], meter: MemoryMeter, *, split: bool) -> None:
+    inputs, target = batch
     meter.reset_peak()
     stage.forward(0, inputs, target, _copies(received), RandomKey(0, 0, 0), split=split)
 

@@ -55,11 +55,44 @@ def _cpu_name() -> str:
 def _ram_bytes() -> int:
     """The memory that this process may use: the machine's, or its control group's where that is less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+    limit = _group_bytes("memory.max", "memory.limit_in_bytes")
+    return total if limit is None else min(total, limit)
+
+
+def free_bytes(kind: str) -> int:
+    """The memory that is free on the device now, for this process."""
+    if kind == "cuda":
+        return int(torch.cuda.mem_get_info()[0])
+    lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
+    known = dict(line.split(":", 1) for line in lines)
+    free = int(known["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in known else _ram_bytes()
+    limit, used = (
+        _group_bytes("memory.max", "memory.limit_in_bytes"),
+        _group_bytes("memory.current", "memory.usage_in_bytes"),
+    )
+    if limit is None or used is None:
+        return free
+    return min(free, max(0, limit - used + _group_cache_bytes()))
+
+
+def _group_cache_bytes() -> int:
+    """Of the control group's memory what only caches files, and is given back when asked for."""
+    for path, key in (("memory.stat", "file"), ("memory/memory.stat", "total_cache")):
         try:
-            word = Path(path).read_text().strip()
+            lines = (Path("/sys/fs/cgroup") / path).read_text().splitlines()
+        except OSError:
+            continue
+        return next((int(line.split()[1]) for line in lines if line.split()[0] == key), 0)
+    return 0
+
+
+def _group_bytes(*names: str) -> int | None:
+    """What the control group says, in its second or first version."""
+    for path in (Path("/sys/fs/cgroup") / names[0], Path("/sys/fs/cgroup/memory") / names[1]):
+        try:
+            word = path.read_text().strip()
         except OSError:
             continue
         if word.isdigit():
-            return min(total, int(word))
-    return total
+            return int(word)
+    return None

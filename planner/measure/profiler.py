@@ -11,19 +11,25 @@ from statistics import median
 
 import torch
 
-from planner.capture import Capture, CapturedEdge, CapturedLayer, ModelFile, capture
-from planner.capture.layers import Granularity
+from planner.capture import Capture, CapturedEdge, ModelFile, capture
 from planner.errors import InputError
 from planner.measure.held import HeldBytes, measure_held
-from planner.measure.machine import this_device
+from planner.measure.layerwise import TooLargeError, measure_layerwise, optimizer_weights
+from planner.measure.machine import free_bytes, this_device
 from planner.measure.neighbours import busy_neighbours, wait_until_busy
 from planner.measure.optimizer import measure_optimizer
+from planner.measure.parts import Parts, collectives_of, shared_bytes_of, splits_of, tensor_size
+from planner.measure.reuse import BY_LAYER, GRAPH, LAYERWISE, LEFT_OUT, TENSOR_LEFT_OUT, noted_graph, noted_sizes
+from planner.measure.room import check_saved_fits, fits_whole
+from planner.measure.settings import Asked
 from planner.measure.timing import Progress, Timed, time_layers
 from planner.profile import (
+    Accuracy,
     Cost,
     Edge,
     EdgeTensor,
     Layer,
+    OptimizerCost,
     Profile,
     ProfiledLinks,
     ProfiledModel,
@@ -40,73 +46,169 @@ class LeftOut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Accuracy:
-    """How well layers foretell runs of layers at one micro-batch size: predicted over timed, minus 1."""
-
-    microbatch_size: int
-    median_error: float
-    largest_error: float
-    split_cost: float
-    """What I and then W take over a whole B, minus 1."""
-    entry_s: float
-    """What entering and leaving a stage costs in F + B."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """A profile, and how it came about."""
 
     profile: Profile
-    accuracy: tuple[Accuracy, ...]
+    entry_s: tuple[float, ...]
+    """What entering and leaving a stage costs in F + B, at each micro-batch size."""
+    split_cost: tuple[float, ...]
+    """What I and then W take over a whole B, minus 1, at each micro-batch size."""
     left_out: tuple[LeftOut, ...]
+    tensor_left_out: dict[int, str]
+    """Tensor sizes at which nothing can be split, and why."""
+    neighbours: int
+    layerwise: bool
+    """Layer by layer, without ever holding the model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Figures:
+    """What was measured, micro-batch size by micro-batch size, and at each for every tensor size."""
+
+    captures: list[Capture]
+    timed: tuple[Timed, ...]
+    held: list[tuple[HeldBytes, ...]]
+    left_out: list[LeftOut]
+    tensor_left_out: dict[int, str]
+    optimizer: OptimizerCost
     neighbours: int
 
 
 def measure_profile(
     model_file: ModelFile,
+    asked: Asked,
     *,
-    microbatch_sizes: Sequence[int],
-    device: str,
-    granularity: Granularity,
     folder: Path,
     measure_links: Callable[[str], ProfiledLinks | None],
-    neighbours: int,
     progress: Progress,
 ) -> Measured:
     """Measure a model file's model.
 
-    ``folder``: where the profile will lie; its path to the model file is relative to that. ``neighbours``: processes
-    kept busy beside (CPU). ``measure_links`` is handed in, as it needs the runtime's transport.
+    ``folder``: where the profile will lie; its path to the model file is relative to that. ``measure_links`` is handed
+    in, as it needs the runtime's transport.
     Raises InputError where the model cannot be captured, or fits at no micro-batch size.
     """
     torch.set_num_threads(1)
-    with busy_neighbours(model_file.path, microbatch_size=max(microbatch_sizes), count=neighbours) as started:
-        captures, held, left_out = _captures(model_file, microbatch_sizes, device, granularity, progress)
+    layerwise = asked.layerwise
+    if layerwise is None:
+        layerwise = not fits_whole(model_file, asked.device, neighbours=asked.neighbours)
+    found = _layerwise(model_file, asked, progress) if layerwise else _whole(model_file, asked, progress)
+    if found is None:
+        layerwise, found = True, _layerwise(model_file, asked, progress)
+    progress("measuring the link", 0.95)
+    links = measure_links(asked.device)
+    captured = found.captures[0]
+    notes = {"threads": "1", GRAPH: noted_graph(captured)}
+    if asked.device == "cpu":
+        notes["busy_neighbours"] = str(found.neighbours)
+    if layerwise:
+        notes[LAYERWISE] = BY_LAYER
+    if found.left_out:
+        notes[LEFT_OUT] = noted_sizes([one.microbatch_size for one in found.left_out])
+    if found.tensor_left_out:
+        notes[TENSOR_LEFT_OUT] = noted_sizes(sorted(found.tensor_left_out))
+    whole = [one for captured, one in zip(found.captures, found.timed, strict=True) if captured.sharding is None]
+    profile = Profile(
+        model=profiled_model(model_file, captured, folder),
+        device=this_device(asked.device, notes=notes),
+        provenance="measured",
+        dtype=dtype_of(captured),
+        global_batch=model_file.global_batch,
+        gradient_bytes_per_trainable_byte=1.0,
+        optimizer=found.optimizer,
+        links=links,
+        accuracy=_accuracy(found.captures, found.timed),
+        layers=profiled_layers(found.captures, found.timed, found.held),
+        edges=tuple(profiled_edge(edge) for edge in captured.edges),
+    )
+    return Measured(
+        profile=profile,
+        entry_s=tuple(one.entry_s for one in whole),
+        split_cost=tuple(one.split_cost for one in whole),
+        left_out=tuple(found.left_out),
+        tensor_left_out=found.tensor_left_out,
+        neighbours=found.neighbours,
+        layerwise=layerwise,
+    )
+
+
+def _whole(model_file: ModelFile, asked: Asked, progress: Progress) -> _Figures | None:
+    """All of the model at once; None where it does not fit at any micro-batch size and may be taken layer by layer."""
+    sizes = asked.microbatch_sizes
+    with busy_neighbours(model_file.path, microbatch_size=max(sizes), count=asked.neighbours) as started:
+        parts = Parts(asked.tensor)
+        captures, held, left_out = _captures(model_file, asked, parts, progress)
+        if not captures:
+            if asked.layerwise is None:
+                return None
+            raise _does_not_fit(model_file, asked, left_out)
         progress("waiting for the busy neighbour", 0.3)
         busy = wait_until_busy(started)
         timed = time_layers(captures, progress=lambda what, done: progress(what, 0.3 + 0.6 * done))
         progress("stepping the optimizer", 0.9)
-        optimizer = measure_optimizer(model_file, captures[0].module, device=device)
-    progress("measuring the link", 0.95)
-    links = measure_links(device)
-    notes = {"threads": "1"} | ({"busy_neighbours": str(busy)} if device == "cpu" else {})
-    profile = Profile(
-        model=ProfiledModel(
-            name=model_file.name,
-            source=os.path.relpath(model_file.path, folder.resolve()),
-            fingerprint=captures[0].fingerprint,
-        ),
-        device=this_device(device, notes=notes),
-        provenance="measured",
-        dtype=_dtype(captures[0]),
-        global_batch=model_file.global_batch,
-        gradient_bytes_per_trainable_byte=1.0,
+        optimizer = measure_optimizer(model_file, captures[0].module, device=asked.device)
+    return _Figures(
+        captures=captures,
+        timed=timed,
+        held=held,
+        left_out=left_out,
+        tensor_left_out=parts.left_out,
         optimizer=optimizer,
-        links=links,
-        layers=_layers(captures, timed, held),
-        edges=tuple(_edge(edge) for edge in captures[0].edges),
+        neighbours=busy,
     )
-    return Measured(profile=profile, accuracy=_accuracy(captures, timed), left_out=tuple(left_out), neighbours=busy)
+
+
+def _layerwise(model_file: ModelFile, asked: Asked, progress: Progress) -> _Figures:
+    """One layer after another."""
+    parts = Parts(asked.tensor)
+    captures: list[Capture] = []
+    timed: list[Timed] = []
+    held: list[tuple[HeldBytes, ...]] = []
+    left_out: list[LeftOut] = []
+    sizes = sorted(asked.microbatch_sizes)
+    for index, size in enumerate(sizes):
+        if left_out:
+            left_out.append(LeftOut(microbatch_size=size, reason=left_out[0].reason))
+            continue
+        progress(f"capturing {size} samples", 0.9 * index / len(sizes))
+        captured = _capture(model_file, asked, size, weightless=True)
+        _check_alike(model_file, [*captures, captured])
+        found = parts.of(captured)
+        try:
+            rows = [
+                measure_layerwise(
+                    part,
+                    free_bytes=free_bytes(asked.device),
+                    progress=lambda what, done, before=index: progress(what, 0.9 * (before + done) / len(sizes)),  # type: ignore[misc]
+                )
+                for part in found
+            ]
+        except (RuntimeError, MemoryError, TooLargeError) as error:
+            left_out.append(_left_out(model_file, size, error))
+            continue
+        captures += found
+        timed += [one for one, _ in rows]
+        held += [bytes_held for _, bytes_held in rows]
+    if not captures:
+        raise _does_not_fit(model_file, asked, left_out)
+    progress("stepping the optimizer", 0.9)
+    optimizer = measure_optimizer(model_file, optimizer_weights(captures[0]), device=asked.device)
+    return _Figures(
+        captures=captures,
+        timed=tuple(timed),
+        held=held,
+        left_out=left_out,
+        tensor_left_out=parts.left_out,
+        optimizer=optimizer,
+        neighbours=0,
+    )
+
+
+def profiled_model(model_file: ModelFile, captured: Capture, folder: Path) -> ProfiledModel:
+    """The profile's word on which model it is of."""
+    source = os.path.relpath(model_file.path, folder.resolve())
+    return ProfiledModel(name=model_file.name, source=source, fingerprint=captured.fingerprint)
 
 
 def _model_raised(model_file: ModelFile, error: BaseException) -> Exception:
@@ -119,35 +221,60 @@ def _model_raised(model_file: ModelFile, error: BaseException) -> Exception:
 
 
 def _captures(
-    model_file: ModelFile, sizes: Sequence[int], device: str, granularity: Granularity, progress: Progress
+    model_file: ModelFile, asked: Asked, parts: Parts, progress: Progress
 ) -> tuple[list[Capture], list[tuple[HeldBytes, ...]], list[LeftOut]]:
     """The model captured at every size that fits, and the bytes that its layers held in a first pass."""
     captures: list[Capture] = []
     held: list[tuple[HeldBytes, ...]] = []
     left_out: list[LeftOut] = []
-    for index, size in enumerate(sorted(sizes)):
+    sizes = sorted(asked.microbatch_sizes)
+    for index, size in enumerate(sizes):
         progress(f"capturing {size} samples", 0.3 * index / len(sizes))
         if left_out:
             left_out.append(LeftOut(microbatch_size=size, reason=left_out[0].reason))
             continue
         try:
-            captured = capture(model_file, microbatch_size=size, device=device, granularity=granularity)
+            captured = _capture(model_file, asked, size)
             if captures:
                 captured = replace(captured, module=captures[0].module)  # one set of weights is enough
-            bytes_held = measure_held(captured)
+            check_saved_fits(captured)
+            found = parts.of(captured)
+            bytes_held = [measure_held(part) for part in found]
         except (RuntimeError, MemoryError) as error:
-            if not _is_out_of_memory(error):
-                raise _model_raised(model_file, error) from error
-            left_out.append(LeftOut(microbatch_size=size, reason=str(error).strip().splitlines()[0]))
+            left_out.append(_left_out(model_file, size, error))
         else:
-            captures.append(captured)
-            held.append(bytes_held)
-    if not captures:
-        raise InputError(
-            f"{model_file.path}: the model does not fit this {device} at micro-batch size {min(sizes)} "
-            f"({left_out[0].reason})",
-            hint="give fewer samples with --microbatch, or a smaller model",
-        )
+            captures += found
+            held += bytes_held
+    _check_alike(model_file, captures)
+    return captures, held, left_out
+
+
+def _capture(model_file: ModelFile, asked: Asked, size: int, *, weightless: bool = False) -> Capture:
+    return capture(
+        model_file,
+        microbatch_size=size,
+        device=asked.device,
+        granularity=asked.granularity,
+        weightless=weightless,
+    )
+
+
+def _left_out(model_file: ModelFile, size: int, error: Exception) -> LeftOut:
+    """What did not fit. Raises InputError where it is another fault than a lack of memory."""
+    if not _is_out_of_memory(error):
+        raise _model_raised(model_file, error) from error
+    return LeftOut(microbatch_size=size, reason=str(error).strip().splitlines()[0])
+
+
+def _does_not_fit(model_file: ModelFile, asked: Asked, left_out: Sequence[LeftOut]) -> InputError:
+    return InputError(
+        f"{model_file.path}: the model does not fit this {asked.device} at micro-batch size "
+        f"{min(asked.microbatch_sizes)} ({left_out[0].reason})",
+        hint="give fewer samples with --microbatch, or a smaller model",
+    )
+
+
+def _check_alike(model_file: ModelFile, captures: Sequence[Capture]) -> None:
     odd = next((one for one in captures if one.fingerprint != captures[0].fingerprint), None)
     if odd is not None:
         raise InputError(
@@ -155,15 +282,14 @@ def _captures(
             f"{captures[0].microbatch_size}",
             hint="its ops may not depend on the number of samples",
         )
-    return captures, held, left_out
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
     words = str(error).lower()
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in words
+    return isinstance(error, torch.OutOfMemoryError | MemoryError | TooLargeError) or "can't allocate memory" in words
 
 
-def _dtype(captured: Capture) -> str:
+def dtype_of(captured: Capture) -> str:
     """That of most of the parameters' bytes."""
     counts: Counter[torch.dtype] = Counter()
     for parameter in captured.module.parameters():
@@ -171,9 +297,14 @@ def _dtype(captured: Capture) -> str:
     return str(counts.most_common(1)[0][0]).removeprefix("torch.")
 
 
-def _layers(
-    captures: Sequence[Capture], timed: Sequence[Timed], held: Sequence[tuple[HeldBytes, ...]]
+def profiled_layers(
+    captures: Sequence[Capture],
+    timed: Sequence[Timed],
+    held: Sequence[tuple[HeldBytes, ...]],
+    *,
+    with_spread: bool = True,
 ) -> tuple[Layer, ...]:
+    """The profile's layers, with a row of costs for each capture."""
     users = Counter(name for layer in captures[0].layers for name in layer.parameters)
     parameters = dict(captures[0].module.named_parameters())
     made = []
@@ -188,7 +319,7 @@ def _layers(
                 trainable_bytes=layer.trainable_bytes,
                 buffer_bytes=layer.buffer_bytes,
                 costs=tuple(
-                    _cost(captured.layers[index], captured, one, row[index], index)
+                    _cost(captured, one, row[index], index, with_spread=with_spread)
                     for captured, one, row in zip(captures, timed, held, strict=True)
                 ),
                 shared={
@@ -196,26 +327,35 @@ def _layers(
                     for name in tied
                 }
                 or None,
+                splits=splits_of(captures, index),
             )
         )
     return tuple(made)
 
 
-def _cost(layer: CapturedLayer, captured: Capture, timed: Timed, held: HeldBytes, index: int) -> Cost:
-    seconds = timed.layers[index]
+def _cost(captured: Capture, timed: Timed, held: HeldBytes, index: int, *, with_spread: bool) -> Cost:
+    seconds, layer = timed.layers[index], captured.layers[index]
+    is_part = captured.sharding is not None
     return Cost(
         microbatch_size=captured.microbatch_size,
+        tensor=tensor_size(captured),
         forward_s=seconds.forward,
         backward_input_s=seconds.backward_input,
         backward_weight_s=seconds.backward_weight,
         saved_bytes=layer.saved_bytes,
         saved_for_weight_bytes=held.saved_for_weight,
         workspace_bytes=held.workspace,
-        spread=seconds.spread,
+        spread=seconds.spread if with_spread else None,
+        parameter_bytes=layer.parameter_bytes if is_part else None,
+        trainable_bytes=layer.trainable_bytes if is_part else None,
+        buffer_bytes=layer.buffer_bytes if is_part else None,
+        shared_bytes=shared_bytes_of(captured, index),
+        collectives=collectives_of(captured, index),
     )
 
 
-def _edge(edge: CapturedEdge) -> Edge:
+def profiled_edge(edge: CapturedEdge) -> Edge:
+    """The profile's edge."""
     return Edge(
         source=edge.source,
         target=edge.target,
@@ -232,14 +372,15 @@ def _edge(edge: CapturedEdge) -> Edge:
     )
 
 
-def _accuracy(captures: Sequence[Capture], timed: Sequence[Timed]) -> tuple[Accuracy, ...]:
-    return tuple(
+def _accuracy(captures: Sequence[Capture], timed: Sequence[Timed]) -> tuple[Accuracy, ...] | None:
+    """None where no run of layers was timed."""
+    found = tuple(
         Accuracy(
             microbatch_size=captured.microbatch_size,
             median_error=median(map(abs, one.errors)),
             largest_error=max(one.errors, key=abs),
-            split_cost=one.split_cost,
-            entry_s=one.entry_s,
         )
         for captured, one in zip(captures, timed, strict=True)
+        if one.errors and captured.sharding is None
     )
+    return found or None

@@ -67,7 +67,7 @@ class Timed:
 def time_layers(captures: Sequence[Capture], *, progress: Progress) -> tuple[Timed, ...]:
     """Time the layers of a model captured at several micro-batch sizes."""
     subjects = [_Subject(captured) for captured in captures]
-    with _no_collector():
+    with no_collector():
         progress("warming up", 0.0)
         for subject in subjects:
             subject.warm_up()
@@ -84,7 +84,7 @@ def time_layers(captures: Sequence[Capture], *, progress: Progress) -> tuple[Tim
 
 
 @contextmanager
-def _no_collector() -> Iterator[None]:
+def no_collector() -> Iterator[None]:
     """Without Python's garbage collector, which would strike some round or other."""
     gc.collect()
     enabled = gc.isenabled()

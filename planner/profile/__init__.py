@@ -3,6 +3,7 @@
 from planner.profile.file import read_profile, write_profile
 from planner.profile.profile import (
     FORMAT,
+    Accuracy,
     Collective,
     Collectives,
     Cost,
@@ -10,6 +11,7 @@ from planner.profile.profile import (
     Edge,
     EdgeTensor,
     Layer,
+    LayerSplit,
     OptimizerCost,
     Profile,
     ProfiledLinks,
@@ -20,6 +22,7 @@ from planner.profile.profile import (
 
 __all__ = [
     "FORMAT",
+    "Accuracy",
     "Collective",
     "Collectives",
     "Cost",
@@ -27,6 +30,7 @@ __all__ = [
     "Edge",
     "EdgeTensor",
     "Layer",
+    "LayerSplit",
     "OptimizerCost",
     "Profile",
     "ProfiledLinks",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Final, Literal
 
-from annotated_types import MinLen
+from annotated_types import Ge, Le, MinLen
 
 from planner.record import Bandwidth, Bytes, Count, Fraction, Seconds, record
 
@@ -71,7 +71,8 @@ class Cost:
 
     ``saved_bytes`` is held from F to B; ``saved_for_weight_bytes`` between I and W (queued output gradients too).
     ``spread`` is the interquartile range of the layer's F + I + W over its median, where it was measured.
-    The last five belong to rows with ``tensor`` > 1, and give the sizes of one tensor rank.
+    The last five belong to rows with ``tensor`` > 1, and give the sizes of one tensor rank (``shared_bytes``: of each
+    tied parameter).
     """
 
     microbatch_size: Count
@@ -86,7 +87,26 @@ class Cost:
     parameter_bytes: Bytes | None = None
     trainable_bytes: Bytes | None = None
     buffer_bytes: Bytes | None = None
+    shared_bytes: dict[str, Bytes] | None = None
     collectives: Collectives | None = None
+
+
+@record
+class Accuracy:
+    """What layers add up to over what runs of them took as one stage, minus 1: the median of its size, the largest."""
+
+    microbatch_size: Count
+    median_error: Fraction
+    largest_error: Annotated[float, Ge(-1), Le(1e18)]
+
+
+@record
+class LayerSplit:
+    """What of a layer is split over T tensor ranks: modules with how, and what is left whole, with the reason."""
+
+    tensor: Count
+    split: dict[str, str]
+    whole: dict[str, str]
 
 
 @record
@@ -109,6 +129,7 @@ class Layer:
     buffer_bytes: Bytes
     costs: Annotated[tuple[Cost, ...], MinLen(1)]
     shared: dict[str, SharedParameter] | None = None
+    splits: tuple[LayerSplit, ...] | None = None
 
 
 @record
@@ -147,5 +168,6 @@ class Profile:
     gradient_bytes_per_trainable_byte: Fraction
     optimizer: OptimizerCost
     links: ProfiledLinks | None = None
+    accuracy: tuple[Accuracy, ...] | None = None
     layers: Annotated[tuple[Layer, ...], MinLen(1)]
     edges: tuple[Edge, ...]

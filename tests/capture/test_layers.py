@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,59 @@ def captured(request: pytest.FixtureRequest) -> Capture:
     return captured_at(request.param)
 
 
-def test_a_gpt_is_cut_at_its_blocks() -> None:
-    names = [layer.name for layer in captured_at(EXAMPLES / "gpt.py").layers]
-    assert names == ["token", "position", *(f"blocks.{index}" for index in range(12)), "norm", "head"]
+def test_a_gpt_is_cut_at_its_blocks_and_within_where_they_are_few(tmp_path: Path) -> None:
+    """A norm stays with what it is for. In 24 blocks none is too large to be one layer."""
+    layers = captured_at(EXAMPLES / "gpt.py").layers
+    halves = [f"blocks.{index}.{half}" for index in range(12) for half in ("attention", "mlp")]
+    assert [layer.name for layer in layers] == ["token", "position", *halves, "norm", "head"]
+    assert len(layers[3].modules) > 1
+    path = tmp_path / "deep.py"
+    text = (EXAMPLES / "gpt.py").read_text()
+    path.write_text(re.sub(r"^BLOCKS = .*$", "BLOCKS = 24", text, flags=re.MULTILINE))
+    names = [layer.name for layer in captured_at(path, weightless=True).layers]
+    assert names == ["token", "position", *(f"blocks.{index}" for index in range(24)), "norm", "head"]
+
+
+TOWER = """
+import torch
+from torch import nn
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, width), nn.Linear(width, 32)
+    def forward(self, x):
+        return x + self.down(self.up(self.norm(x)).relu())
+def model():
+    return nn.Sequential(*(Block(width) for width in {widths}))
+def batch(size):
+    return torch.randn(size, 32), torch.randn(size, 32)
+def loss(output, target):
+    return (output - target).square().mean()
+"""
+
+
+def test_one_layer_that_is_much_of_the_whole_is_opened(tmp_path: Path) -> None:
+    path = tmp_path / "tower.py"
+    path.write_text(TOWER.format(widths=[64] * 20 + [4096] + [64] * 20))
+    names = [layer.name for layer in captured_at(path, weightless=True).layers]
+    assert names == [*map(str, range(20)), "20.up", "20.down", *map(str, range(21, 41))]
+
+
+def test_hundreds_of_small_layers_are_fewer(tmp_path: Path) -> None:
+    path = tmp_path / "many.py"
+    path.write_text(TOWER.format(widths=[64] * 300))
+    layers = captured_at(path, weightless=True).layers
+    assert len(layers) <= 256
+    assert [module for layer in layers for module in layer.modules] == [str(index) for index in range(300)]
+
+
+@pytest.mark.parametrize("name", ["mixture", "skips", "inplace", "tied"])
+def test_layers_do_not_hang_on_the_micro_batch_size(name: str) -> None:
+    made = [
+        [(layer.name, layer.modules) for layer in captured_at(MODELS / f"{name}.py", microbatch_size=size).layers]
+        for size in (1, 2, 5)
+    ]
+    assert made[0] == made[1] == made[2]
 
 
 def test_too_large_layers_are_opened_and_what_has_no_parameters_joins() -> None:
@@ -47,9 +98,10 @@ def test_too_large_layers_are_opened_and_what_has_no_parameters_joins() -> None:
 
 
 def test_granularity() -> None:
-    made = {grain: captured_at(MODELS / "skips.py", granularity=grain).layers for grain in ("block", "module", "op")}
+    made = {grain: captured_at(EXAMPLES / "gpt.py", granularity=grain).layers for grain in ("block", "module", "op")}
     assert len(made["block"]) < len(made["module"]) < len(made["op"])
-    assert {"units.2", "joins.1"} <= {layer.name for layer in made["block"]}
+    made["module"] = captured_at(MODELS / "skips.py", granularity="module").layers
+    made["op"] = captured_at(MODELS / "skips.py", granularity="op").layers
     assert {"units.2.conv", "units.2.norm"} <= {layer.name for layer in made["module"]}
     assert {"units.2.conv.conv2d", "units.2.norm.batch_norm"} <= {layer.name for layer in made["op"]}
     with pytest.raises(InputError, match="granularity"):
@@ -181,7 +233,7 @@ def test_bytes_that_wait_for_weight_gradients(captured: Capture) -> None:
     stage.forward(0, captured.batch.inputs, captured.batch.target, {}, RandomKey(0, 0, 0), split=True)
     stage.backward_input(0, {}, 1.0)
     waiting = stage.waiting_for_weight(0)
-    assert bool(waiting) == bool(program.split)
+    assert bool(waiting) == bool(program.split or program.derived)
     stage.backward_weight(0)
     stage.finish_gradients()
     assert all(p.grad is not None for name, p in captured.module.named_parameters() if _is_trained(captured, name))

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from planner.cli.main import main
+from planner.errors import InputError
 from planner.profile import read_profile
 
 MODEL = """
@@ -54,13 +55,13 @@ def _run(*words: str) -> int:
 
 @pytest.fixture(scope="module")
 def profiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[subprocess.CompletedProcess[str]]]:
-    """A folder where a model was profiled twice, the second time with --json."""
+    """A folder where a model was profiled twice, the second time with --json though nothing had changed."""
     folder = tmp_path_factory.mktemp("profiled")
     (folder / "net.py").write_text(MODEL)
     words = [sys.executable, "-m", "planner", "profile", "net.py", "--device", "cpu"]
     runs = [
         subprocess.run([*words, *more], cwd=folder, capture_output=True, text=True, check=False)
-        for more in ([], ["--json", "--microbatch", "2,1"])
+        for more in ([], ["--json", "--microbatch", "2,1", "--fresh"])
     ]
     return folder, runs
 
@@ -92,10 +93,159 @@ def test_a_second_profile_says_how_far_it_is_from_the_first(profiled: tuple[Path
     _, (first, second) = profiled
     assert "from the profile that was there" not in first.stdout
     document = json.loads(second.stdout)
+    assert document["unchanged"] is False
     assert document["difference"]["median"] >= 0
     assert document["difference"]["microbatch_size"] in (1, 2)
     assert document["profile"]["format"] == "pipeplan-profile/1"
     assert [one["microbatch_size"] for one in document["accuracy"]] == [1, 2]
+
+
+# --- nothing is measured twice ---------------------------------------------------------------------------------------
+
+
+def _again(folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> bool:
+    """Whether the profile in the folder was left as it was."""
+    path = folder / "profiles" / "net.json"
+    before = path.stat().st_mtime_ns
+    capsys.readouterr()
+    assert _run(str(folder / "net.py"), "--device", "cpu", "--microbatch", "1,2", "-o", str(path), *words) == 0
+    return path.stat().st_mtime_ns == before
+
+
+@pytest.fixture
+def known(profiled: tuple[Path, list[Any]], tmp_path: Path) -> Path:
+    """A copy of that folder."""
+    folder, _ = profiled
+    (tmp_path / "profiles").mkdir()
+    for name in ("net.py", "profiles/net.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    return tmp_path
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What was asked to be measured, in place of measuring it."""
+    asked: list[object] = []
+
+    def refuse(model_file: object, wanted: object, path: object, progress: object) -> object:
+        asked.append(wanted)
+        raise InputError("would be measured")
+
+    monkeypatch.setattr("planner.cli.profile._measured", refuse)
+    return asked
+
+
+def test_an_unchanged_model_is_not_measured_again(known: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _again(known, capsys)
+    said = capsys.readouterr()
+    assert len(said.out.splitlines()) == 1
+    assert "--fresh" in said.out
+    assert said.err == ""
+    assert _again(known, capsys, "--json")
+    document = json.loads(capsys.readouterr().out)
+    assert document["unchanged"] is True
+    assert document["profile"] == json.loads((known / "profiles" / "net.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("", "# other words, the same graph\n"),
+        ("return Net()", "net = Net()\n    torch.nn.init.zeros_(net.first.weight)\n    return net"),
+    ],
+)
+def test_what_does_not_change_the_graph_does_not_count(
+    old: str, new: str, known: Path, measured: list[object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _edit(known / "net.py", old, new)
+    assert _again(known, capsys)
+    assert not measured
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("nn.ReLU()", "nn.GELU()"),
+        ("Dropout(0.1)", "Dropout(0.2)"),
+        ("nn.Linear(64, 64)", "nn.Linear(64, 64, bias=False)"),
+        ("range(4)", "range(5)"),
+        ("return Net()", "return Net().double()"),
+        ("return Net()", "net = Net()\n    net.first.requires_grad_(False)\n    return net"),
+        ("randn(size, 16), torch", "randn(size, 3, 16), torch"),
+        ("global_batch = 8", "global_batch = 16"),
+        ("def loss(", "def optimizer(params):\n    return torch.optim.SGD(params, lr=0.1)\n\ndef loss("),
+    ],
+)
+def test_whatever_changes_the_cost_is_measured(
+    old: str, new: str, known: Path, measured: list[object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = _edit(known / "net.py", old, new)
+    if ".double()" in text:
+        _edit(known / "net.py", "torch.randn(size, 16)", "torch.randn(size, 16).double()")
+    path = known / "profiles" / "net.json"
+    assert _run(str(known / "net.py"), "--device", "cpu", "--microbatch", "1", "-o", str(path)) == 2
+    assert len(measured) == 1, capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    "words", [["--fresh"], ["--microbatch", "8"], ["--granularity", "op"], ["--layerwise"]], ids=lambda words: words[0]
+)
+def test_whatever_is_asked_for_anew_is_measured(words: list[str], known: Path, measured: list[object]) -> None:
+    path = known / "profiles" / "net.json"
+    assert _run(str(known / "net.py"), "--device", "cpu", "--microbatch", "1", "-o", str(path), *words) == 2
+    assert len(measured) == 1
+
+
+def _edit(path: Path, old: str, new: str) -> str:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 2) if old else new + text)
+    return new
+
+
+# --- estimates -------------------------------------------------------------------------------------------------------
+
+
+def test_an_estimate_says_so_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("net.py").write_text(MODEL)
+    assert _run("net.py", "--estimate", "A100", "--microbatch", "1,2") == 0
+    assert "ESTIMATED for a100-80gb" in capsys.readouterr().out
+    profile = read_profile(Path("profiles/net.json"))
+    assert (profile.provenance, profile.device.kind, profile.device.name) == ("estimated", "estimate", "a100-80gb")
+    assert profile.links is not None
+    assert _run("net.py", "--estimate", "a100", "--microbatch", "1,2") == 0
+    assert "estimated for this already" in capsys.readouterr().out
+    assert _run("net.py", "--estimate", "h100", "--microbatch", "1,2") == 0
+    assert "ESTIMATED for h100-sxm" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--estimate", "a1000"], "a100-80gb"),
+        (["--estimate", "a100", "--device", "cpu"], "--device"),
+        (["--estimate", "a100", "--layerwise"], "--layerwise"),
+    ],
+)
+def test_an_estimate_for_what_is_not_known_is_refused(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "net.py").write_text(MODEL)
+    assert _run(str(tmp_path / "net.py"), "-o", str(tmp_path / "p.json"), *words) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert said in lines[0]
+
+
+def test_an_estimate_does_not_overwrite_what_was_measured(known: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = known / "profiles" / "net.json"
+    before = path.read_bytes()
+    assert _run(str(known / "net.py"), "-o", str(path), "--estimate", "h100-sxm") == 2
+    assert "holds a measured profile" in capsys.readouterr().err
+    assert path.read_bytes() == before
 
 
 def test_a_file_that_is_no_profile_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,7 +309,7 @@ def test_interrupted_the_old_profile_stays(profiled: tuple[Path, list[Any]]) -> 
     path = folder / "profiles" / "net.json"
     before = path.read_bytes()
     process = subprocess.Popen(
-        [sys.executable, "-m", "planner", "profile", "net.py", "--device", "cpu", "--microbatch", "1,2,4,8"],
+        [sys.executable, "-m", "planner", "profile", "net.py", "--device", "cpu", "--microbatch", "1,2,4,8", "--fresh"],
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

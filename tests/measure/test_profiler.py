@@ -19,7 +19,7 @@ import torch
 
 from planner.capture import Capture, RandomKey, Stage, capture, load_model_file
 from planner.examples import example_text
-from planner.measure import Measured, measure_profile
+from planner.measure import Asked, Measured, measure_profile
 from planner.measure.calibrate import calibrate, errors
 from planner.measure.clock import CpuClock, time_calls
 from planner.measure.held import measure_held
@@ -49,15 +49,12 @@ def _copy(name: str, folder: Path, **edits: str) -> Path:
     return path
 
 
-def _measured(path: Path, sizes: Sequence[int], *, device: str = "cpu") -> Measured:
+def _measured(path: Path, sizes: Sequence[int], *, device: str = "cpu", layerwise: bool | None = None) -> Measured:
     return measure_profile(
         load_model_file(path),
-        microbatch_sizes=sizes,
-        device=device,
-        granularity="block",
+        Asked(microbatch_sizes=sizes, device=device, granularity="block", neighbours=0, layerwise=layerwise),
         folder=path.parent,
         measure_links=lambda device: None,
-        neighbours=0,
         progress=lambda what, done: None,
     )
 
@@ -84,7 +81,7 @@ def test_slept_times_are_found(slept: Measured) -> None:
 
 
 def test_layers_foretell_runs_of_layers(slept: Measured) -> None:
-    for accuracy in slept.accuracy:
+    for accuracy in slept.profile.accuracy or ():
         assert accuracy.median_error < 0.05
 
 
