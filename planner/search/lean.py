@@ -31,8 +31,10 @@ _MOST_LOOKS: Final = 16
 """Configurations whose cut is simulated."""
 _MOST_ACTIONS: Final = 3_000_000
 _MOST_MOVES: Final = 2_000
-_SMALL: Final = 40
-"""Up to so many cuts of a configuration are all simulated."""
+_SMALL: Final = 3_000
+"""Up to so many cuts of a configuration are all looked at."""
+_LEANEST: Final = 12
+"""So many of them are simulated."""
 
 
 class _Estimate(NamedTuple):
@@ -129,13 +131,22 @@ class _Estimator:
             yield _Estimate(need, place, shape, [[self.graph.names[layer] for layer in layers] for layers in cut])
 
     def cuts(self, estimate: _Estimate) -> Iterator[list[list[str]]]:
-        """The estimate's cut; and all others, where there are few."""
+        """The estimate's cut; where they are few, the leanest of all the cuts there are, with one or more in flight."""
         yield estimate.cut
-        stages = estimate.configuration.pipeline * estimate.configuration.virtual
-        for ideals in self.lattice.every_cut(stages, _SMALL) or () if stages > 1 else ():
-            cut = [[self.graph.names[layer] for layer in self.lattice.layers(*step)] for step in pairwise(ideals)]
-            if cut != estimate.cut:
-                yield cut
+        shape = estimate.configuration
+        every = self.lattice.every_cut(shape.pipeline * shape.virtual, _SMALL) or []
+        cuts = [[self.lattice.layers(*step) for step in pairwise(ideals)] for ideals in every]
+        seen: set[int] = set()
+        for flying in (1, 3):
+            needs = [
+                _RankNeeds(self._of(shape), shape, list(itertools.chain.from_iterable(cut)), flying)(
+                    [0, *accumulate(map(len, cut))]
+                )
+                for cut in cuts
+            ]
+            seen.update(sorted(range(len(cuts)), key=lambda place: (needs[place], place))[:_LEANEST])
+        for place in sorted(seen):
+            yield [[self.graph.names[layer] for layer in layers] for layers in cuts[place]]
 
     def _of(self, shape: Configuration) -> Figures:
         key = (shape.microbatch_size, shape.tensor)
@@ -224,14 +235,16 @@ class _Estimator:
 
 
 class _RankNeeds:
-    """What each rank would hold, one micro-batch at a time, the fullest first; by marks in an order of layers."""
+    """What each rank would hold, so many micro-batches in flight, the fullest first; by marks in an order of layers."""
 
-    def __init__(self, figures: Figures, shape: Configuration, order: Sequence[int]) -> None:
+    def __init__(self, figures: Figures, shape: Configuration, order: Sequence[int], flying: int = 1) -> None:
         costs, factor = figures.layers.costs, figures.layers.fixed_factor()
         self.homes: Final = ranks_of(shape.pipeline, shape.virtual, shape.placement)
         self.ranks: Final = shape.pipeline
         per_layer = [costs[layer] for layer in order]
-        fixed = (c.parameter_bytes + factor * c.trainable_bytes + c.buffer_bytes + c.saved_bytes for c in per_layer)
+        fixed = (
+            c.parameter_bytes + factor * c.trainable_bytes + c.buffer_bytes + flying * c.saved_bytes for c in per_layer
+        )
         self.held: Final = [0.0, *accumulate(fixed)]
         self.workspace: Final = [c.workspace_bytes for c in per_layer]
 
@@ -268,8 +281,9 @@ def _orders(
     default = default_warmup(name, **shape)
     depths: list[tuple[int, ...] | None] = [default]
     if default is not None:
-        lean = tuple(min(depth, configuration.virtual) for depth in default)
-        depths += [warmup for warmup in dict.fromkeys(((1,) * len(default), lean)) if warmup != default]
+        for depth in dict.fromkeys((1, configuration.virtual, min(default))):
+            even = (depth,) * len(default)
+            depths += [even] if even != default else []
     for warmup in depths:
         yield warmup, build(name, **shape, placement=configuration.placement, warmup=warmup)
 
