@@ -46,6 +46,11 @@ class PlanCheck:
 def profile_of(plan: Plan, path: Path) -> Profile:
     """The profile that a plan file names. Raises InputError where it is missing, or is another than the plan's."""
     profile_path = path.parent / plan.profile.path
+    if not profile_path.exists():
+        raise InputError(
+            f"{path}: its profile is not there: profile.path names {plan.profile.path}, which is {profile_path}",
+            hint="correct profile.path (from the plan's folder), or move plan and profile together",
+        )
     mend = "put the plan's own profile back, or solve again with this one"
     if sha256_of(profile_path) != plan.profile.sha256:
         raise InputError(f"{profile_path}: is not the profile that {path} was made from (other sha256)", hint=mend)

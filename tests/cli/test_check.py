@@ -11,6 +11,8 @@ import yaml
 from support.command import pipeplan, refused
 from support.plans import chain_profile, fresh_plan, save
 
+from planner.units import format_bytes, format_seconds
+
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
@@ -38,8 +40,10 @@ def test_a_fresh_plan(path: Path) -> None:
     before = path.read_bytes()
     answer = pipeplan("check", path)
     assert answer.code == 0
-    assert all(line.startswith("remark: ") for line in answer.err.splitlines())
+    assert answer.err == "", "what would block in other runtimes is for those who ask"
     assert "its figures follow from the profile" in answer.out
+    assert "would block if sends waited" in " ".join(pipeplan("check", path, "--explain").err.split())
+    assert any("would block if sends waited" in remark for remark in _answer(path)["remarks"])
     assert _answer(path, "--write")["stale"] == []
     assert path.read_bytes() == before, "nothing was stale, so comments and order stay"
 
@@ -80,6 +84,25 @@ def test_a_moved_layer_is_derived_anew(path: Path) -> None:
     assert plan["predicted"]["gap"] == pytest.approx(plan["predicted"]["iteration_s"] / 0.001 - 1)
 
 
+def test_an_edit_is_told_in_figures(path: Path) -> None:
+    """Iteration before and after, the bound, memory of each rank against the limit; lines of a terminal's width."""
+    before = yaml.safe_load(path.read_text())["predicted"]
+    _edit(path, lambda data: data["stages"][0].update(recompute=True))
+    answer = pipeplan("check", path)
+    after = _answer(path, "--write")
+    assert after["ok"]
+    fresh = yaml.safe_load(path.read_text())["predicted"]
+    old, new = format_seconds(before["iteration_s"]), format_seconds(fresh["iteration_s"])
+    said = " ".join(answer.out.split())
+    assert f"iteration: {old} -> {new} (+" in said
+    assert f"bound: 1 ms, {100 * fresh['gap']:.2f} % over it; another plan may be faster" in said
+    peaks = [f"rank {rank['rank']} {format_bytes(rank['peak_memory_bytes'])}" for rank in fresh["ranks"]]
+    assert f"memory: {', '.join(peaks)}, of 922 GiB a rank" in said
+    assert max(map(len, answer.out.replace(str(path), "plan.yaml").splitlines())) <= 100
+    _edit(path, lambda data: data["batch"].update({"global": 8, "microbatches": 8}))
+    assert "bound: none, as it was proven for another batch" in " ".join(pipeplan("check", path).out.split())
+
+
 def test_what_does_not_fit_names_rank_and_bytes(path: Path) -> None:
     _edit(path, lambda data: data["cluster"].update(memory_bytes=1000))
     before = path.read_bytes()
@@ -102,7 +125,10 @@ def test_what_does_not_fit_names_rank_and_bytes(path: Path) -> None:
         (lambda data: data["schedule"].update(name="zb-9"), "schedule.name: must be"),
         (lambda data: data["schedule"].update(name="1f1b", warmup=[0, 0]), "warmup[0] is 0, but"),
         (lambda data: data["profile"].update(sha256="0"), "is not the profile that"),
-        (lambda data: data["profile"].update(path="none.json"), "none.json: cannot be read"),
+        (
+            lambda data: data["profile"].update(path="none.json"),
+            "its profile is not there: profile.path names none.json",
+        ),
         (lambda data: data["model"].update(fingerprint="0"), "model.fingerprint is not that of the model"),
         (
             lambda data: data.update(schedule={"name": "synthesised", "placement": "free"}, actions=["0F0", "1F0"]),
