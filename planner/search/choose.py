@@ -221,7 +221,13 @@ class _Search:
     def _items(self) -> list[_Item]:
         families = (tuple(name for name in family if name in self.asked.schedules) for family in (SPLIT, FUSED))
         asked = [names for names in families if names]
-        return [_Item(c, names) for c in self.configurations for names in asked]
+        return [
+            _Item(c, names)
+            for c in self.configurations
+            for names in (
+                asked[-1:] if c.pipeline == 1 and c.virtual == 1 else asked
+            )  # one stage: all orders are alike
+        ]
 
     def _visit(self) -> None:
         """Look at configurations in order of their bound until it passes the best time."""
@@ -250,6 +256,8 @@ class _Search:
                 left = {items[other].configuration for _, _, other in waiting} | {item.configuration}
                 state.pruned += len(left - state.solved)
                 return
+            if self._is_no_better_tie(bound, item.configuration):
+                continue
             if self._spent() > 0:
                 state.open_items += [(bound, item), *((known, items[other]) for known, _, other in waiting)]
                 return
@@ -261,6 +269,18 @@ class _Search:
                     state.solved.add(item.configuration)
                     self._look(item)
                 state.open_items.append((bound, item))
+
+    def _is_no_better_tie(self, bound: float, configuration: Configuration) -> bool:
+        """Whether a configuration can be no faster than the best, nor be preferred to it among equals."""
+        best = self.state.best
+        if best is None or not self.state.beats(bound) or best.unevenness > 1 + _EQUAL:
+            return False
+        mine, theirs = best.configuration, configuration
+        return (mine.gpus, mine.num_microbatches, mine.virtual) <= (
+            theirs.gpus,
+            theirs.num_microbatches,
+            theirs.virtual,
+        )
 
     def _tell(self, bound: float, waiting: list[tuple[float, int, int]], items: list[_Item]) -> None:
         self._pulse()

@@ -10,6 +10,19 @@ from planner.search.space import Asked, Configuration
 from planner.simulate import Job, Timeline
 
 _EQUAL = 1e-9
+_SIMPLEST = (
+    ScheduleName.ONE_F_ONE_B,
+    ScheduleName.GPIPE,
+    ScheduleName.INTERLEAVED,
+    ScheduleName.LOOPED_BFS,
+    ScheduleName.ZB_H1,
+    ScheduleName.ZB_H2,
+    ScheduleName.ZB_V,
+    ScheduleName.DUALPIPE_V,
+    ScheduleName.V_HALF,
+    ScheduleName.V_MIN,
+    ScheduleName.SYNTHESISED,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,15 +58,29 @@ class Candidate:
         return max(use.peak_memory_bytes for use in self.timeline.ranks)
 
     def better_than(self, other: Candidate | None) -> bool:
-        """Faster; among equals (within 1e-9) more even, then fewer GPUs, then fewer micro-batches."""
+        """Faster; among equals (within 1e-9) more even, then fewer GPUs, fewer micro-batches, fewer stages.
+
+        Then what holds less, and at last the simpler schedule.
+        """
         if other is None or self.iteration_s < other.iteration_s * (1 - _EQUAL):
             return True
         if self.iteration_s > other.iteration_s * (1 + _EQUAL):
             return False
         if abs(self.unevenness - other.unevenness) > _EQUAL:
             return self.unevenness < other.unevenness
-        mine, theirs = self.configuration, other.configuration
-        return (mine.gpus, mine.num_microbatches) < (theirs.gpus, theirs.num_microbatches)
+        return self._rank() < other._rank()
+
+    def _rank(self) -> tuple[int, ...]:
+        """What decides among plans that are as fast and as even."""
+        shape = self.configuration
+        return (
+            shape.gpus,
+            shape.num_microbatches,
+            len(self.stages),
+            shape.tensor,
+            self.peak_memory_bytes,
+            _SIMPLEST.index(self.schedule),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
