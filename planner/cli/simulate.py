@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
-from planner.cli.console import err, out, print_json
+from planner.cli.console import out, print_json, remark, say
 from planner.errors import InputError
 
 if TYPE_CHECKING:
@@ -27,13 +27,19 @@ def register(app: typer.Typer) -> None:
 def simulate(
     plan: Path = typer.Argument(metavar="PLAN", help="The plan file.", show_default=False),
     schedule: str = typer.Option(
-        None, "--schedule", metavar="A,B", help="Schedules to try instead of the plan's own.", show_default=False
+        None,
+        "--schedule",
+        metavar="A,B",
+        help="Schedules to try instead of the plan's own: gpipe, 1f1b, zb-h1, zb-h2 (one stage a rank); "
+        "interleaved-1f1b, looped-bfs, zb-h1 (more); zb-v, dualpipe-v, v-half, v-min (placement v); synthesised.",
+        show_default=False,
     ),
     json: bool = typer.Option(False, "--json", help="Print what is predicted, and where the idle time comes from."),
 ) -> None:
     """Simulate one iteration of a plan: its time, its idle time by cause, its memory, its timeline.
 
-    Stages, sends and returns count as they stand in the file. With several schedules they stand side by side.
+    Stages, sends and returns count as they stand in the file. With several schedules they stand side by side. The
+    plan's own schedule warms up as the plan says, another one as it does by default.
     """
     from planner.plan import read_plan
     from planner.plan.check import profile_of
@@ -56,21 +62,22 @@ def simulate(
         _tell_side_by_side(runs, job)
     else:
         _tell_one(runs[0], job)
+    _tell_warmups(said, [run.name for run in runs])
 
 
 def warn_if_stale(said: Plan, profile: Profile, path: Path) -> str:
     """Say on stderr, and return, that the figures of a plan's stages are those of an earlier cut or profile."""
     from planner.plan.check import stale_stages
 
-    remark = ""
+    text = ""
     try:
         if stale_stages(said, profile):
-            remark = f"figures of {path} are stale; pipeplan check {path} --write writes them anew"
+            text = f"figures of {path} are stale; pipeplan check {path} --write writes them anew"
     except InputError as error:
-        remark = str(error)
-    if remark:
-        err.print(f"remark: {remark}", markup=False, soft_wrap=True)
-    return remark
+        text = str(error)
+    if text:
+        remark(text)
+    return text
 
 
 class _Run(NamedTuple):
@@ -146,11 +153,15 @@ def _document(run: _Run) -> dict[str, Any]:
 
 def _tell_shape(plan: Plan) -> None:
     sizes, batch = plan.parallel, plan.batch
-    out.print(
-        f"{plan.model.name}: {sizes.pipeline} ranks of {sizes.virtual} stage{'s' if sizes.virtual > 1 else ''}, "
-        f"{batch.microbatches} micro-batches of {batch.microbatch}, {sizes.data} replica"
-        f"{'s' if sizes.data > 1 else ''}, placement {plan.schedule.placement.value}",
-        markup=False,
+
+    def count(number: int, word: str, plural: str = "s") -> str:
+        return f"{number} {word}{'' if number == 1 else plural}"
+
+    say(
+        f"{plan.model.name}: {count(sizes.pipeline, 'rank')} of {count(sizes.virtual, 'stage')}, "
+        f"{count(batch.microbatches, 'micro-batch', 'es')} of {batch.microbatch}, {count(sizes.data, 'replica')}, "
+        f"placement {plan.schedule.placement.value}",
+        indent=2,
     )
 
 
@@ -160,22 +171,41 @@ def _tell_one(run: _Run, job: Job) -> None:
 
     predicted, bubble = run.predicted, run.bubble
     gap = "" if predicted.gap is None else f", {100 * max(0.0, predicted.gap):.2f} % over the bound"
-    out.print(
+    say(
         f"{run.name.value}: {format_seconds(predicted.iteration_s)} an iteration, "
         f"{predicted.samples_per_s:.4g} samples/s{gap}",
-        markup=False,
+        indent=2,
     )
-    out.print(
+    say(
         f"idle {100 * predicted.bubble_fraction:.1f} %: ends {format_seconds(bubble.skew_s)}, "
         f"imbalance {format_seconds(bubble.imbalance_s)}, links {format_seconds(bubble.links_s)}, "
         f"order {format_seconds(bubble.rest_s)}",
-        markup=False,
+        indent=2,
     )
-    out.print(f"peak memory {_peak(run, job)}", markup=False)
+    say(f"peak memory {_peak(run, job)}", indent=2)
     out.print()
     for line in timeline_text(run.timeline, width=min(out.width, 120)):
         out.print(line, no_wrap=True, crop=True)
-    out.print(legend(run.timeline), markup=False)
+    say(legend(run.timeline), indent=2)
+
+
+def _tell_warmups(plan: Plan, names: list[ScheduleName]) -> None:
+    """How deep each rank warms up under every schedule that has such a depth: the plan's own, or the default."""
+    from planner.schedules import default_warmup
+
+    sizes = plan.parallel
+    for name in names:
+        default = default_warmup(
+            name, num_ranks=sizes.pipeline, virtual=sizes.virtual, num_microbatches=plan.batch.microbatches
+        )
+        if default is None:
+            continue
+        own = plan.schedule.warmup if name is plan.schedule.name else None
+        depths = default if own is None else own
+        shown = ", ".join(map(str, depths[:8])) + (", ..." if len(depths) > 8 else "")
+        say(
+            f"warm-up of {name.value}: {shown} ({'its default' if depths == default else 'as the plan says'})", indent=2
+        )
 
 
 def _tell_side_by_side(runs: list[_Run], job: Job) -> None:
@@ -197,7 +227,7 @@ def _tell_side_by_side(runs: list[_Run], job: Job) -> None:
             _peak(run, job, short=True),
         )
     out.print(table)
-    out.print("ends: filling and draining; order: what another order of actions could save", markup=False)
+    say("ends: filling and draining; order: what another order of actions could save")
 
 
 def _peak(run: _Run, job: Job, *, short: bool = False) -> str:

@@ -98,7 +98,17 @@ def test_figures_of_an_earlier_cut_are_remarked(path: Path) -> None:
     _edit(path, move)
     answer = pipeplan("simulate", str(path))
     assert answer.code == 0
-    assert f"remark: figures of {path} are stale; pipeplan check {path} --write" in answer.err
+    assert f"remark: figures of {path} are stale; pipeplan check {path} --write" in " ".join(answer.err.split())
+
+
+def test_the_warm_up_is_told(path: Path) -> None:
+    """A plan's own depths count under its own schedule alone; another one takes its default, and says so."""
+    _edit(path, lambda data: data["schedule"].update(warmup=[7, 5, 3, 1]))
+    assert "warm-up of 1f1b: 7, 5, 3, 1 (as the plan says)" in pipeplan("simulate", path).out
+    both = pipeplan("simulate", path, "--schedule", "1f1b,zb-h1,gpipe").out
+    assert "warm-up of 1f1b: 7, 5, 3, 1 (as the plan says)" in both
+    assert "warm-up of zb-h1: 4, 3, 2, 1 (its default)" in both
+    assert "warm-up of gpipe" not in both
 
 
 def test_a_plan_that_does_not_fit_is_simulated_and_said(path: Path) -> None:
