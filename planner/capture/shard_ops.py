@@ -6,11 +6,14 @@ gradient is the sum of the ranks'; where such ops end in a sum, the ranks add th
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from planner.capture.seeds import folded
 from planner.capture.shard_split import Split
 
 aten = torch.ops.aten
@@ -68,19 +71,25 @@ class Collectives:
     ) -> Tensor:
         """Cross entropy of logits [samples, classes held here, ...]: classes ``first``, ... of ``classes`` in all."""
         last = logits.movedim(1, -1) if logits.dim() > 1 else logits
-        rows = _CrossEntropy.apply(last, target, (first, classes, ignored, smoothing, dtype), self)  # type: ignore[no-untyped-call]
+        settings = (first, classes, ignored, smoothing, dtype)
+        rows: Tensor = _CrossEntropy.apply(last, target, settings, self)  # type: ignore[no-untyped-call]
         if reduction == _NONE:
-            return rows  # type: ignore[no-any-return]
+            return rows
         total: Tensor = rows.sum()
         if reduction == _SUM:
             return total
-        mean: Tensor = total / (target != ignored).sum().to(total.dtype)
-        return mean
+        return total / (target != ignored).sum().to(total.dtype)
 
     def dropout(
         self, x: Tensor, p: float, shape: list[int], stride: list[int], dim: int, sections: list[int]
     ) -> Tensor:
-        """Dropout that draws for the whole tensor, as one process does, and takes this rank's part."""
+        """Dropout that draws for the whole tensor, as one process does on the CPU, and takes this rank's part.
+
+        On CUDA each rank draws for its own part alone, in torch's fused kernel.
+        """
+        if x.is_cuda:
+            with self._drawing_apart(x.device):
+                return torch.dropout(x, p, True)
         whole = torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device)
         noise = Split(dim, tuple(sections)).part(whole.bernoulli_(1 - p), self.size, self.rank)
         return x * (noise / (1 - p) if p < 1 else noise)
@@ -101,8 +110,14 @@ class Collectives:
     ) -> Tensor:
         """Attention with dropout: its noise of ``shape`` (scores of all ranks) is drawn as one process draws it.
 
-        The steps are those of torch's own composite, which is what has dropout on the CPU.
+        The steps are those of torch's own composite, which is what has dropout on the CPU. On CUDA each rank draws for
+        its own heads alone, in torch's fused kernel.
         """
+        if query.is_cuda:
+            with self._drawing_apart(query.device):
+                return torch.nn.functional.scaled_dot_product_attention(
+                    query, key, value, mask, p, causal, scale=scale, enable_gqa=grouped
+                )
         noise = torch.empty(shape, dtype=query.dtype, device=query.device).bernoulli_(1 - p)
         factor = (query.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
         if grouped:
@@ -114,7 +129,20 @@ class Collectives:
         if mask is not None:
             scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else scores + mask
         kept = Split(dim, tuple(sections)).part(noise, self.size, self.rank)
-        return (scores.softmax(-1) * (kept / (1 - p) if p < 1 else kept)) @ value
+        made: Tensor = (scores.softmax(-1) * (kept / (1 - p) if p < 1 else kept)) @ value
+        return made
+
+    @contextlib.contextmanager
+    def _drawing_apart(self, device: torch.device) -> Iterator[None]:
+        """Within it each rank draws other numbers on a CUDA device; after it all go on alike."""
+        generator = torch.cuda.default_generators[device.index or 0]
+        seed, offset = generator.initial_seed(), generator.get_offset()
+        generator.manual_seed(folded(seed, offset, self.rank))
+        try:
+            yield
+        finally:
+            generator.manual_seed(seed)
+            generator.set_offset(offset + 4)
 
 
 Collectives.dropout.draws = True  # type: ignore[attr-defined]

@@ -147,14 +147,17 @@ class _Flow:
 
 
 def _shared(graph: LayerGraph, layer: int, tensor: int) -> Iterable[tuple[str, int, bool]]:
-    """Name, bytes and trainable of the tied parameters that a layer uses; at T > 1 they shrink as the layer does."""
+    """Name, bytes and trainable of the tied parameters that a layer uses: of one tensor rank.
+
+    Where the profile's rows do not tell them at T > 1 they shrink as the layer does.
+    """
     profiled = graph.layers[layer]
     shares = profiled.shared or {}
-    scale = 1.0
-    if tensor > 1 and shares and profiled.parameter_bytes:
-        row = next((row for row in profiled.costs if row.tensor == tensor), None)
-        scale = (row.parameter_bytes or 0) / profiled.parameter_bytes if row else 1.0
-    return [(name, round(entry.bytes * scale), entry.trainable) for name, entry in shares.items()]
+    row = next((row for row in profiled.costs if row.tensor == tensor), None)
+    if tensor == 1 or row is None or not profiled.parameter_bytes:
+        return [(name, entry.bytes, entry.trainable) for name, entry in shares.items()]
+    told, scale = row.shared_bytes or {}, (row.parameter_bytes or 0) / profiled.parameter_bytes
+    return [(name, told.get(name, round(entry.bytes * scale)), entry.trainable) for name, entry in shares.items()]
 
 
 def _counted_twice(graph: LayerGraph, members: Sequence[int], tensor: int) -> tuple[int, int]:

@@ -29,6 +29,7 @@ from planner.errors import PipeplanError
 from planner.files import plain
 from planner.runtime.board import State, Writer
 from planner.runtime.optimizer import NamedOptimizer, tensors_in
+from planner.runtime.parts import TensorParts
 from planner.runtime.saved import (
     Saved,
     SavedBatch,
@@ -248,11 +249,16 @@ def check(path: Path, saved: Saved, *, process: int, num_processes: int, board: 
     check_files(path, saved, share=process, shares=num_processes)
 
 
-def load(path: Path, saved: Saved, part: Part, *, replica: int, board: Writer) -> None:
-    """Put a checkpoint into a part of the model. Raises InputError where it does not hold all of it."""
+def load(
+    path: Path, saved: Saved, part: Part, *, replica: int, board: Writer, parts: TensorParts | None = None
+) -> None:
+    """Put a checkpoint into a part of the model. Raises InputError where it does not hold all of it.
+
+    ``parts``: which parameters tensor ranks hold in parts.
+    """
     board.at(State.CHECKPOINT)
     try:
-        _load(path, saved, part, replica)
+        _load(path, saved, part, replica, parts)
     except PipeplanError:
         raise
     except (KeyError, ValueError, TypeError, RuntimeError, AssertionError) as error:
@@ -261,9 +267,11 @@ def load(path: Path, saved: Saved, part: Part, *, replica: int, board: Writer) -
     board.at(State.CHECKPOINT)
 
 
-def _load(path: Path, saved: Saved, part: Part, replica: int) -> None:
+def _load(path: Path, saved: Saved, part: Part, replica: int, parts: TensorParts | None) -> None:
     found = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
     targets: dict[str, Tensor] = {name: value.detach() for name, value in part.parameters.items()}
+    split = [] if parts is None else [name for name in parts.splits if name in targets]
+    targets |= {name: _empty(found[name]) for name in split}
     for name, buffer in part.buffers.items():
         own = _of_replica(replica, name)
         targets[own if replica and own in found else name] = buffer
@@ -272,6 +280,10 @@ def _load(path: Path, saved: Saved, part: Part, replica: int) -> None:
     targets |= {name: _empty(found[name]) for name in kept}
     with _plainly():
         load_tensors(targets, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
+    if parts is not None:
+        targets |= {name: parts.part(name, targets[name]) for name in (*split, *kept)}
+        for name in split:
+            part.parameters[name].detach().copy_(targets[name])
     if part.optimizer is not None:
         part.optimizer.restore(entries, targets)
     if part.scaling is not None and saved.scaler is not None:

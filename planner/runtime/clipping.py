@@ -2,7 +2,8 @@
 
 Each rank takes the norms of the gradients that it counts (a tied parameter counts on its first rank) and writes them
 into a vector with a place for every parameter; the ranks' vectors are added, zeros to a norm, which is exact; and the
-norm of that vector is the same bits on every rank, whatever the number of ranks.
+norm of that vector is the same bits on every rank, whatever the number of ranks. The squared norms of a parameter's
+parts are added over the tensor ranks that hold them before that.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from planner.runtime.parts import TensorParts
 from planner.runtime.transport import Group
 
 _EPSILON = 1e-6
@@ -26,6 +28,7 @@ class Clipping:
         names: all trainable parameters of the model, in its order.
         counted: those of them that this rank counts.
         group: of the pipeline's ranks, where there are several.
+        parts: which parameters the tensor ranks hold in parts, where there are several.
     """
 
     def __init__(
@@ -36,11 +39,13 @@ class Clipping:
         counted: Collection[str],
         group: Group | None,
         device: torch.device,
+        parts: TensorParts | None = None,
     ) -> None:
         self._max_norm = max_norm
         self._places = {name: place for place, name in enumerate(names)}
         self._counted = frozenset(counted)
         self._group = group
+        self._parts = parts
         self._device = device
         self._there: Tensor | None = None
 
@@ -61,6 +66,11 @@ class Clipping:
         places = [self._places[name] for name in gradients]
         if norms:
             row[places] = torch.stack(norms).to(row.dtype)
+        if self._parts is not None:
+            split = [self._places[name] for name in gradients if name in self._parts.splits]
+            squares = row[split].square()
+            self._parts.group.sum(squares)
+            row[split] = squares.sqrt()
         if (
             self._there is None
         ):  # the same in every step, as the graph is; asked once, since the device must be waited for

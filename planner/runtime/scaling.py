@@ -20,12 +20,15 @@ GROWTH_INTERVAL = 2000
 
 
 class LossScaling:
-    """The scale of a whole run, the same on every rank. ``group``: of the pipeline's ranks, where there are several."""
+    """The scale of a whole run, the same on every rank.
 
-    def __init__(self, *, group: Group | None, device: torch.device) -> None:
+    ``group``: of the pipeline's ranks, ``tensor_group``: of the tensor ranks; where there are several.
+    """
+
+    def __init__(self, *, group: Group | None, device: torch.device, tensor_group: Group | None = None) -> None:
         self.scale = INITIAL_SCALE
         self._good_steps = 0
-        self._group = group
+        self._groups = [one for one in (group, tensor_group) if one is not None]
         self._device = device
 
     def unscale(self, parameters: Iterable[nn.Parameter]) -> bool:
@@ -35,8 +38,8 @@ class LossScaling:
             if parameter.grad is not None:
                 parameter.grad.mul_(1.0 / self.scale)
                 overflow += parameter.grad.isfinite().logical_not().any()
-        if self._group is not None:
-            self._group.sum(overflow)
+        for group in self._groups:
+            group.sum(overflow)
         finite = not overflow.item()
         self._good_steps = self._good_steps + 1 if finite else 0
         if not finite:

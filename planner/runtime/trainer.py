@@ -30,6 +30,7 @@ from planner.runtime.executor import CudaStopwatch, Executor, HostStopwatch, Mar
 from planner.runtime.memory import LivePeak, state_bytes, total_bytes
 from planner.runtime.messages import RankProgram, Routes, routes
 from planner.runtime.optimizer import NamedOptimizer
+from planner.runtime.parts import TensorParts
 from planner.runtime.replicas import Replicas
 from planner.runtime.scaling import LossScaling
 from planner.runtime.transport import Group, Transport
@@ -82,8 +83,12 @@ class Trainer:
         group: Group | None,
         pipeline: Group | None,
         board: Writer,
+        parts: TensorParts | None = None,
     ) -> None:
-        """``group``: of this rank's replicas, ``pipeline``: of this replica's ranks; None where there is but one."""
+        """``group``: of this rank's replicas, ``pipeline``: of this replica's ranks; None where there is but one.
+
+        ``parts``: what the ranks hold that share this rank's layers, where there are several.
+        """
         self.rank = program.rank
         self._shape = shape
         self._seed = seed
@@ -115,7 +120,8 @@ class Trainer:
         self._loss_scale = self._executor.loss_scale
         self.scaling: LossScaling | None = None
         if model_file.autocast is torch.float16:
-            self.scaling = LossScaling(group=pipeline, device=device)
+            tensor_group = None if parts is None else parts.group
+            self.scaling = LossScaling(group=pipeline, device=device, tensor_group=tensor_group)
         self._clipping: Clipping | None = None
         if model_file.clip_norm is not None:
             self._clipping = Clipping(
@@ -124,6 +130,7 @@ class Trainer:
                 counted=_first_here(found.ranks, programs, program.rank),
                 group=pipeline,
                 device=device,
+                parts=parts,
             )
         self._reads_data = any(programs[k].inputs for k in numbers)
         self._has_loss = any(programs[k].has_loss for k in numbers)

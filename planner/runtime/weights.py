@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-import torch
 from torch import Tensor
 
 from planner.capture.shard_split import Split
-from planner.runtime.transport import HEADER_NUMBERS, Group, Layout
+from planner.runtime.parts import receive, send
+from planner.runtime.transport import Group
 
 
 def whole_weights(
@@ -29,31 +29,14 @@ def whole_weights(
         owner = owners[name]
         others = range(owner + 1, owner + tensor) if name in splits else range(0)
         if global_rank in others:
-            _send(own[name], control, to=owner)
+            send(own[name], control, to=owner)
         if owner == global_rank:
             weight = own[name].detach().cpu().contiguous()
             if name in splits:
-                weight = splits[name].whole([weight, *(_receive(control, source) for source in others)])
+                weight = splits[name].whole([weight, *(receive(control, source) for source in others)])
             if global_rank == 0:
                 yield name, weight
             else:
-                _send(weight, control, to=0)
+                send(weight, control, to=0)
         elif global_rank == 0:
-            yield name, _receive(control, owner)
-
-
-def _send(weight: Tensor, control: Group, *, to: int) -> None:
-    weight = weight.detach().cpu().contiguous()
-    control.send(torch.tensor(Layout.of(weight).numbers()), to)
-    if weight.numel():
-        control.send(weight.reshape(-1).view(torch.uint8), to)
-
-
-def _receive(control: Group, source: int) -> Tensor:
-    header = torch.empty(HEADER_NUMBERS, dtype=torch.int64)
-    control.receive(header, source)
-    layout = Layout.from_numbers(header.tolist())
-    flat = torch.empty(layout.num_bytes, dtype=torch.uint8)
-    if layout.num_bytes:
-        control.receive(flat, source)
-    return flat.view(layout.dtype).view(layout.shape)
+            yield name, receive(control, owner)

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing import connection, parent_process
@@ -25,8 +25,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from planner.capture import Batch, Capture, ModelFile, capture_as, load_model_file
-from planner.capture.shard import shard
-from planner.capture.shard_split import Split
+from planner.capture.shard import Sharding, shard
 from planner.errors import InputError
 from planner.runtime.board import Board, State
 from planner.runtime.checkpoint import Checkpoints, Content, Part, check, content_of, load
@@ -34,6 +33,7 @@ from planner.runtime.failure import Failure, Where, place, raised
 from planner.runtime.figures import RankFigures
 from planner.runtime.job import RunJob
 from planner.runtime.messages import check_routes, rank_programs
+from planner.runtime.parts import TensorParts
 from planner.runtime.reference import Reference, compare, train_whole
 from planner.runtime.saved import Saved, SavedBatch, SavedModel, read_saved, remove_unfinished
 from planner.runtime.trainer import Shape, Trainer, initial_weights, routes_of
@@ -179,7 +179,7 @@ class _Worker:
         """Go on from the checkpoint, once every process has found its share of it whole."""
         if self.saved is not None and self.job.resume is not None:
             self._barrier()
-            load(self.job.resume, self.saved, trainer, replica=self.replica, board=self.writer)
+            load(self.job.resume, self.saved, trainer, replica=self.replica, board=self.writer, parts=self.parts)
 
     def _checkpoints(self) -> Checkpoints | None:
         job, plan = self.job, self.job.plan
@@ -239,13 +239,7 @@ class _Worker:
         self.transport = transport
         module = initial_weights(model_file, job.seed)
         self._keep_unused(module)
-        self.splits: Mapping[str, Split] = {}
-        if captured.sharding is not None:
-            name = f"tensor{self.rank}.{self.replica}"
-            ranks = communicators.make(name, self.tensor_rank, plan.parallel.tensor)
-            captured.sharding.connect(Group(ranks, whom="other tensor ranks"))
-            captured.sharding.take_parts(module)
-            self.splits = captured.sharding.parameters
+        self.parts = self._tensor_parts(captured.sharding, module, communicators)
         return Trainer(
             model_file=model_file,
             module=module,
@@ -265,7 +259,20 @@ class _Worker:
             group=group,
             pipeline=pipeline,
             board=self.writer,
+            parts=self.parts,
         )
+
+    def _tensor_parts(
+        self, sharding: Sharding | None, module: nn.Module, communicators: Communicators
+    ) -> TensorParts | None:
+        """What this process holds of each layer that it shares with others, put in the place of the whole."""
+        if sharding is None:
+            return None
+        name = f"tensor{self.rank}.{self.replica}"
+        group = Group(communicators.make(name, self.tensor_rank, sharding.size), whom="other tensor ranks")
+        sharding.connect(group)
+        sharding.take_parts(module)
+        return TensorParts(splits=sharding.parameters, size=sharding.size, rank=sharding.rank, group=group)
 
     def _keep_unused(self, module: nn.Module) -> None:
         """Process 0 keeps the parameters and buffers that no stage uses, as they belong to the model's weights."""
@@ -340,6 +347,11 @@ class _Worker:
         mine = {name for name, rank in ranks.items() if rank == self.rank}
         replicas = self.job.plan.parallel.data
         content = content_of(trainer, rank_writes=mine, replica=self.replica, replicas=replicas)
+        if self.parts is not None:
+            held = trainer.parameters
+            content.tensors = self.parts.wholes(content.tensors, held, self.control, self.global_rank)
+            if self.tensor_rank:
+                content.optimizer = {}
         if self.global_rank == 0:
             content.tensors |= self.unused
         return content
@@ -380,9 +392,8 @@ class _Worker:
     def _whole_weights(self, trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
         """All parameters at process 0."""
         own, sizes = trainer.parameters | self.unused, self.job.plan.parallel
-        return whole_weights(
-            own, self.control, self.global_rank, self._owners(), splits=self.splits, tensor=sizes.tensor
-        )
+        splits = self.parts.splits if self.parts is not None else {}
+        return whole_weights(own, self.control, self.global_rank, self._owners(), splits=splits, tensor=sizes.tensor)
 
     def _owners(self) -> dict[str, int]:
         """The process that tells each parameter: the first one that has it."""

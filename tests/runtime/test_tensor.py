@@ -36,7 +36,7 @@ def gpt(folder: Path, **settings: object) -> Path:
 
 
 def test_two_tensor_ranks_train_as_one_process(tmp_path: Path) -> None:
-    """Tied weights over stages, skips, batch norm, dropout, what is frozen: alike in one stage and split into I and W."""
+    """Tied weights over stages, skips, batch norm, dropout, frozen ones: alike in one stage and split in I and W."""
     whole = run(plan_of(EVERYTHING, num_ranks=1, microbatches=M), tmp_path).result
     one = run(plan_of(EVERYTHING, num_ranks=1, microbatches=M, tensor=2), tmp_path, verify=True).result
     two = run(plan_of(EVERYTHING, microbatches=M, tensor=2, **PLANS["zb-h1"]), tmp_path).result
@@ -62,6 +62,21 @@ def test_every_plan_trains_the_same_model(name: str, tmp_path: Path) -> None:
     for plan in PLANS.values():
         other = run(plan_of(path, microbatches=M, tensor=2, **plan), tmp_path).result
         assert (other.losses, other.weights_sha256) == (one.losses, one.weights_sha256), plan
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [{"num_ranks": 1, "data": 2, "microbatches": 2}, {"num_ranks": 4}])
+def test_a_checkpoint_of_two_tensor_ranks_goes_on_without_them(shape: dict[str, Any], tmp_path: Path) -> None:
+    """Weights, momentum and clipping under (P, D, T) = (2, 1, 2), then under (1, 2, 1) and (4, 1, 1), and back."""
+    path = gpt(tmp_path, TIED=True, BLOCKS=3)
+    path.write_text(path.read_text() + "\nclip_norm = 0.5\n")
+    whole = run(plan_of(path, num_ranks=1, microbatches=4), tmp_path, steps=6).result
+    tensor = plan_of(path, num_ranks=2, microbatches=4, tensor=2)
+    kept = {"checkpoints": tmp_path / "kept"}
+    first = run(tensor, tmp_path, steps=2, **kept).result
+    second = run(plan_of(path, **({"microbatches": 4} | shape)), tmp_path, steps=4, resume=True, **kept).result
+    third = run(tensor, tmp_path, steps=6, resume=True, **kept).result
+    assert [*first.losses, *second.losses, *third.losses] == pytest.approx(whole.losses, rel=1e-5)
 
 
 @pytest.mark.slow
