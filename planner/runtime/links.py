@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from planner.profile import ProfiledLinks
 from planner.runtime.messages import Key, Kind
-from planner.runtime.transport import Communicators, Transport, let_writers_finish
+from planner.runtime.transport import Communicators, Transport
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000, 10_000_000)
 """Bytes of the messages that are timed alone."""
@@ -200,7 +200,6 @@ class _Player:
 def _main(rank: int, kind: str, folder: Path) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that measures ends this one
     torch.set_num_threads(1)
-    let_writers_finish()
     device = torch.device("cuda", rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(device)

@@ -14,7 +14,7 @@ import re
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -91,15 +91,22 @@ class Layout(NamedTuple):
         return cls(_DTYPES[numbers[0]], tuple(shape), tuple(strides))
 
 
-def let_writers_finish() -> None:
-    """Threads of this process that wake up take the place of none that runs (Linux, from this thread on).
+@contextmanager
+def _threads_that_wait() -> Iterator[None]:
+    """Threads that are started inside do not take the core of one that runs when they wake up (Linux).
 
-    gloo writes a message under a lock. On a crowded machine the receiver that it wakes would take the writer's core,
-    and gloo's own thread then spins on the lock until the writer has a core again: a third of a step without work.
+    gloo writes a message under a lock. On a crowded machine its thread at the receiver would take the writer's core,
+    and its thread at the sender would then spin on that lock: that took a third of a step without work.
     """
-    if hasattr(os, "SCHED_BATCH"):
-        with suppress(OSError):
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    if not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) != os.SCHED_OTHER:
+        yield
+        return
+    usual = os.sched_param(0)
+    os.sched_setscheduler(0, os.SCHED_BATCH, usual)
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, os.SCHED_OTHER, usual)
 
 
 # --- communicators ----------------------------------------------------------------------------------------------------
@@ -112,7 +119,8 @@ class Communicators:
         self._store = store
         self._device = device
         gloo = dist.ProcessGroupGloo
-        self._cpu = gloo.create_device(hostname="127.0.0.1") if one_node else gloo.create_default_device()
+        with _threads_that_wait():
+            self._cpu = gloo.create_device(hostname="127.0.0.1") if one_node else gloo.create_default_device()
 
     def make(self, name: str, rank: int, size: int, *, on_cpu: bool = False) -> Any:
         """A group of ``size`` processes, this one with ``rank`` in it."""

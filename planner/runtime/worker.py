@@ -37,7 +37,7 @@ from planner.runtime.parts import TensorParts
 from planner.runtime.reference import Reference, compare, train_whole
 from planner.runtime.saved import Saved, SavedBatch, SavedModel, read_saved, remove_unfinished
 from planner.runtime.trainer import Shape, Trainer, initial_weights, routes_of
-from planner.runtime.transport import Communicators, Group, LostContactError, Transport, let_writers_finish
+from planner.runtime.transport import Communicators, Group, LostContactError, Transport
 from planner.runtime.weights import whole_weights
 from planner.schedules import Action, Letter
 
@@ -55,7 +55,6 @@ def main(job: RunJob) -> None:
     os.dup2(2, 1)  # stdout is the launcher's: what the user's code prints goes to stderr
     _end_with_parent(job.folder, local_size)
     torch.set_num_threads(1)
-    let_writers_finish()
     board = Board(job.folder / "board", num_processes=local_size, num_steps=job.steps)
     writer = board.writer(local_rank)
     writer.start(os.getpid())
