@@ -35,6 +35,7 @@ from planner.search.baselines import baselines
 from planner.search.bound import cut_bound
 from planner.search.bounds import Bounds
 from planner.search.depth import Depths1F1B, Timed
+from planner.search.exhaust import MOST_LAYERS, Exhaust
 from planner.search.figures import Figures
 from planner.search.incumbent import topological_orders
 from planner.search.job import job_of_cut
@@ -172,6 +173,10 @@ class _Search:
             self._settle_all()
             self._polish()
             self._prove_depths()
+            if state.best is None:
+                state.best, state.complete = self._leanest(), False
+            if not state.complete:
+                state.complete = self._exhaust()
             self._trim()
         except _OutOfTimeError:
             state.complete, state.interrupted = False, True
@@ -179,8 +184,6 @@ class _Search:
             if state.best is None:
                 raise
             state.complete, state.interrupted = False, True
-        if state.best is None:
-            state.best, state.complete = self._leanest(), False
         least = self.bounds.least(self.configurations, state.best_s, lambda: state.interrupted or self._spent() > 0)
         state.complete |= state.best_s <= least * (1 + _EQUAL)
         return Found(
@@ -197,6 +200,18 @@ class _Search:
             baselines=baselines(self.graph, self.asked, self._sizes()),
             interrupted=state.interrupted,
         )
+
+    def _exhaust(self) -> bool:
+        """Where there is little, all of what may be faster; whether that was all."""
+        state, lattice = self.state, self.bounds.lattice
+        if lattice is None or len(self.graph) > MOST_LAYERS:
+            return False
+        known = {one: self.bounds.known(one, fused=False) for one in self.configurations}
+        near = sorted((one for one in known if not state.beats(known[one])), key=known.__getitem__)
+        exhaust = Exhaust(self.graph, self.asked, lattice)
+        for found in exhaust.faster(near, state.best_s, self._pulse):
+            state.best = state.per_configuration[found.configuration] = found
+        return exhaust.complete
 
     def _leanest(self) -> Candidate:
         """What is left to try where no cut that was timed fits."""
@@ -441,14 +456,20 @@ class _Search:
     def _settle(self, item: _Item) -> bool:
         """Time all cuts of a configuration that may be faster; False where they are too many."""
         configuration = item.configuration
-        if item.configuration not in self.state.solved:
+        stages = configuration.pipeline * configuration.virtual
+        every = None
+        if configuration.virtual > 1:
+            every = self.bounds.lattice.every_cut(stages, MOST_CUTS) if self.bounds.lattice else None
+            if every is None:
+                return False
+        if configuration not in self.state.solved:
             bound = self.bounds.refine(configuration, fused=item.fused, best_s=self.state.best_s)
             if self.state.beats(bound):
                 return True
             self.state.solved.add(configuration)
         suffix = self.bounds.suffix(configuration, fused=item.fused)
-        if configuration.virtual > 1:
-            return self._settle_each(item)
+        if every is not None:
+            return self._settle_each(item, every)
         if suffix is None:
             return self._settle_by_ilp(item)
         return self._settle_in_order(item, suffix)
@@ -494,13 +515,11 @@ class _Search:
                 self._time_cut(item, names, (again,) * configuration.pipeline, solved.bound)
         return False
 
-    def _settle_each(self, item: _Item) -> bool:
+    def _settle_each(self, item: _Item, every: list[tuple[int, ...]]) -> bool:
         """Several stages a rank: every cut there is, where they are few."""
         configuration, lattice = item.configuration, self.bounds.lattice
+        assert lattice is not None, "cuts are listed from it"
         stages = configuration.pipeline * configuration.virtual
-        every = lattice.every_cut(stages, MOST_CUTS) if lattice else None
-        if every is None or lattice is None:
-            return False
         bound = self.bounds.known(configuration, fused=item.fused)
         choices = self.bounds.shape(configuration, fused=item.fused).recompute
         for ideals in every:
