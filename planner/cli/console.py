@@ -35,6 +35,12 @@ def remark(text: str) -> None:
     say(f"remark: {text}", to=err, indent=8)
 
 
+def say_if_estimated(provenance: str, device: str) -> None:
+    """Every answer that rests on estimates says so."""
+    if provenance == "estimated":
+        say(f"all of this is ESTIMATED for {device}: nothing was measured there")
+
+
 def print_json(document: Any) -> None:
     """One JSON document on stdout."""
     sys.stdout.write(json.dumps(document, indent=1, allow_nan=False, ensure_ascii=False) + "\n")

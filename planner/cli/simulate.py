@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
-from planner.cli.console import out, print_json, remark, say
+from planner.cli.console import out, print_json, remark, say, say_if_estimated
 from planner.errors import InputError
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ def simulate(
     else:
         _tell_one(runs[0], job)
     _tell_warmups(said, [run.name for run in runs])
+    say_if_estimated(said.profile.provenance, said.profile.device)
 
 
 def warn_if_stale(said: Plan, profile: Profile, path: Path) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from planner.cli.console import err, out, print_json
+from planner.cli.console import err, out, print_json, say_if_estimated
 from planner.errors import InputError
 
 if TYPE_CHECKING:
@@ -104,6 +104,7 @@ def solve(
         print_json(_document(plan, found))
     else:
         _tell(found, explain)
+        say_if_estimated(plan.profile.provenance, plan.profile.device)
     err.print(f"wrote {output}", markup=False, soft_wrap=True)
     if found.interrupted and max_seconds is None:
         raise KeyboardInterrupt

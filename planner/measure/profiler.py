@@ -336,12 +336,17 @@ def profiled_layers(
 def _cost(captured: Capture, timed: Timed, held: HeldBytes, index: int, *, with_spread: bool) -> Cost:
     seconds, layer = timed.layers[index], captured.layers[index]
     is_part = captured.sharding is not None
+    by_input, by_weight = seconds.backward_input, seconds.backward_weight
+    if not layer.trainable_bytes:  # frozen: what was timed as W is the cost of asking
+        by_input, by_weight = by_input + by_weight, 0.0
+    if not has_backward(captured, index):
+        by_input = 0.0
     return Cost(
         microbatch_size=captured.microbatch_size,
         tensor=tensor_size(captured),
         forward_s=seconds.forward,
-        backward_input_s=seconds.backward_input,
-        backward_weight_s=seconds.backward_weight,
+        backward_input_s=by_input,
+        backward_weight_s=by_weight,
         saved_bytes=layer.saved_bytes,
         saved_for_weight_bytes=held.saved_for_weight,
         workspace_bytes=held.workspace,
@@ -352,6 +357,12 @@ def _cost(captured: Capture, timed: Timed, held: HeldBytes, index: int, *, with_
         shared_bytes=shared_bytes_of(captured, index),
         collectives=collectives_of(captured, index),
     )
+
+
+def has_backward(captured: Capture, index: int) -> bool:
+    """Whether a gradient comes back through a layer: not where it, and all before it, are frozen."""
+    analysis = captured.analysis
+    return any(node in analysis.flow.flows for node in analysis.segments[index].nodes)
 
 
 def profiled_edge(edge: CapturedEdge) -> Edge:

@@ -23,7 +23,7 @@ from planner.measure import Asked, Measured, measure_profile
 from planner.measure.calibrate import calibrate, errors
 from planner.measure.clock import CpuClock, time_calls
 from planner.measure.held import measure_held
-from planner.measure.memory import SavedTensors, bytes_of, storage_of
+from planner.measure.memory import SavedTensors, bytes_of, meter_for, storage_of
 from planner.measure.neighbours import busy_neighbours, wait_until_busy
 from planner.measure.optimizer import measure_optimizer
 from planner.measure.timing import FITTED, SMALLEST_RUN, Series, even_bounds
@@ -259,6 +259,59 @@ def test_the_state_of_the_users_optimizer(text: str, state: float, tmp_path: Pat
     assert cost.step_s_per_trainable_byte > 0
     assert all(torch.equal(*pair) for pair in zip(before, module.parameters(), strict=True))
     assert all(parameter.grad is None for parameter in module.parameters())
+
+
+FROZEN = """
+import torch
+from torch import nn
+
+class Adapted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(64, 64).requires_grad_(False)
+        self.down, self.up = nn.Linear(64, 4, bias=False), nn.Linear(4, 64, bias=False)
+
+    def forward(self, x):
+        return self.base(x).relu() + self.up(self.down(x))
+
+def model():
+    plain = [nn.Linear(64, 64).requires_grad_(False) for _ in range(3)]
+    return nn.Sequential(plain[0], plain[1], Adapted(), plain[2], nn.LayerNorm(64))
+
+def batch(size):
+    return torch.randn(size, 64), torch.randn(size, 64)
+
+def loss(output, target):
+    return (output - target).square().mean()
+"""
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_frozen_parameters_have_no_gradient(layerwise: bool, tmp_path: Path) -> None:
+    """As with low-rank adapters: no W where nothing is trained, no backward at all before the first that is."""
+    path = tmp_path / "frozen.py"
+    path.write_text(FROZEN)
+    profile = _measured(path, (2,), layerwise=layerwise).profile
+    layers = {layer.name: layer for layer in profile.layers}
+    costs = {name: layer.costs[0] for name, layer in layers.items()}
+    for name in ("0", "1"):
+        assert layers[name].trainable_bytes == 0 < layers[name].parameter_bytes
+        assert costs[name].forward_s > 0 == costs[name].backward_input_s + costs[name].backward_weight_s
+    assert layers["3"].trainable_bytes == costs["3"].backward_weight_s == 0 < costs["3"].backward_input_s
+    assert sum(layer.trainable_bytes for layer in layers.values()) == (4 * 64 * 2 + 2 * 64) * 4
+    assert not any(tensor.grad for edge in profile.edges if edge.source in ("0", "1") for tensor in edge.tensors)
+
+
+def test_saved_bytes_are_what_the_process_holds(captured: Capture) -> None:
+    """After a forward of the whole model: bytes of living tensors that it made."""
+    stage = _whole(captured)
+    inputs, target = captured.batch
+    with meter_for("cpu") as meter:
+        stage.forward(0, inputs, target, {}, RandomKey(0, 0, 0))
+        held = meter.live_bytes()
+    stage.backward(0, {}, 1.0)
+    stage.finish_gradients()
+    assert sum(layer.saved_bytes for layer in captured.layers) == pytest.approx(held, rel=0.1)
 
 
 def test_what_does_not_fit_is_left_out_and_said(tmp_path: Path) -> None:
