@@ -184,6 +184,7 @@ class _Search:
             if state.best is None:
                 raise
             state.complete, state.interrupted = False, True
+        assert state.best is not None, "a search that finds no plan raises"
         least = self.bounds.least(self.configurations, state.best_s, lambda: state.interrupted or self._spent() > 0)
         state.complete |= state.best_s <= least * (1 + _EQUAL)
         return Found(
