@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
-from planner.cli.console import err, out, print_json
+from planner.cli.console import err, out, print_json, say_if_estimated
 
 if TYPE_CHECKING:
     from planner.runtime.result import Outcome
@@ -43,6 +43,9 @@ def run(
     trace: Path | None = typer.Option(
         None, help="Write when each action ran, for show --measured and ui.perfetto.dev."
     ),
+    save_profile: Path | None = typer.Option(
+        None, metavar="FILE", help="Write what was measured as a profile, for solve."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print the result as one JSON document."),
 ) -> None:
     """Train as a plan says, one process a GPU, and set what was measured beside what was predicted."""
@@ -67,6 +70,7 @@ def run(
         checkpoint_every=checkpoint_every,
         resume=resume,
         record=trace is not None,
+        save_profile=save_profile,
     )
     said = read_plan(plan)
     with suppress(InputError):  # a run needs no profile: one that is not there tells nothing
@@ -78,17 +82,24 @@ def run(
         check_writable(trace)
     found = newest(checkpoint) if checkpoint and resume else None
     with _Progress(steps, said.batch.global_batch, log, start=step_of(found) if found else 0) as progress:
-        outcome = run_plan(plan, options, progress)
+        try:
+            outcome = run_plan(plan, options, progress)
+        except KeyboardInterrupt:
+            progress.interrupted(newest(checkpoint) if checkpoint else None)
+            raise
     if outcome is None:
         err.print("done; node 0 tells the result")
         return
     if trace is not None and outcome.recording is not None:
         write_recording(trace, outcome.recording, said)
         err.print(f"wrote {trace}: lay it over the plan with show --measured", markup=False, soft_wrap=True)
+    if save_profile is not None and outcome.measured is not None:
+        err.print(f"wrote {save_profile}: solve takes it", markup=False, soft_wrap=True)
     if as_json:
         print_json({"predicted": None} | plain(outcome.result))
     else:
         _show(outcome)
+        say_if_estimated(said.profile.provenance, said.profile.device)
     verified = outcome.result.verify
     if verified is not None and not verified.equal:
         raise RunError(
@@ -104,7 +115,7 @@ class _Progress:
     def __init__(self, steps: int, samples: int, log: Path | None, *, start: int) -> None:
         """``start``: the step that the run goes on from; the log's lines of steps before it stay."""
         self._steps = steps
-        self._start = start
+        self._start = self._done = start
         self._samples = samples
         self._log_path = log
         self._log: TextIO | None = None
@@ -140,6 +151,7 @@ class _Progress:
 
     def step(self, step: int, loss: float, seconds: float) -> None:
         """A step has ended."""
+        self._done = step + 1
         if self._bar is not None:
             self._bar.update(self._task, description="training", completed=step + 1, loss=f"loss {loss:.4f}")
         elif (step + 1) * _LINES // self._steps > step * _LINES // self._steps:
@@ -147,6 +159,11 @@ class _Progress:
         if self._log is not None:
             row = {"step": step, "loss": loss, "seconds": seconds, "samples_per_s": self._samples / seconds}
             self._log.write(json.dumps(row) + "\n")
+
+    def interrupted(self, kept: Path | None) -> None:
+        """Ctrl-C ended the run; ``kept``: its newest checkpoint."""
+        mend = f"; --resume goes on from {kept.name}" if kept else ""
+        err.print(f"interrupted after {self._done} of {self._steps} steps{mend}", markup=False, soft_wrap=True)
 
     def remark(self, text: str) -> None:
         """Something worth knowing before the start."""
@@ -217,4 +234,6 @@ def _show(outcome: Outcome) -> None:
         else:
             off = "cannot be compared, as they draw random numbers in another order"
         out.print(f"the captured model and the model as written: {off}", soft_wrap=True)
+    for line in outcome.differences:
+        out.print(line, markup=False, soft_wrap=True)
     out.print(outcome.advice, soft_wrap=True)

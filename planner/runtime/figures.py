@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from statistics import median
 from typing import Any, Final
@@ -19,10 +20,13 @@ class RankFigures:
         self._trainer = trainer
         self._watch = trainer.stopwatch
         self._origin = self._watch.mark()
+        self.clock_s = time.perf_counter()
+        """When that was on the machine's clock, which all of its processes share."""
         self._pending: StepRecord | None = None
         self._ends: list[float] = []
         self._last_actions: list[float] = []
         self._busy: list[float] = []
+        self._updates: list[float] = []
         self._begins: dict[int, float] = {0: 0.0}
         self._actions: dict[str, list[float]] = {}
         self._starts: deque[list[float]] = deque(maxlen=RECORDED_STEPS)
@@ -51,6 +55,7 @@ class RankFigures:
         begun = seconds(self._origin, first)  # events give four bytes' precision: best over short times
         self._starts.append([begun + seconds(first, span.start) for span in record.spans])
         self._stops.append([begun + seconds(first, span.end) for span in record.spans])
+        self._updates.append(seconds(record.updating, record.end))
         busy = 0.0
         rows: dict[str, list[float]] = {}
         for action, span in zip(self._trainer.order, record.spans, strict=True):
@@ -72,6 +77,7 @@ class RankFigures:
             "ends": self._ends,
             "last_actions": self._last_actions,
             "busy": self._busy,
+            "optimizer_s": median(self._updates[1:] or self._updates or [0.0]),
             "begins": sorted(self._begins.items()),
             "actions": {name: median(row[1:] or row) for name, row in self._actions.items()},
             "losses": self.losses,

@@ -51,27 +51,30 @@ def recording_of(
     """What all processes told, put together.
 
     Each tells ``starts`` and ``stops``, a row a step of seconds since all began, an entry for each of its rank's
-    actions; ``ends``, the end of every step; ``rank`` and ``peak_memory_bytes``. Rows may be of the last steps only.
+    actions; ``ends``, the end of every step; ``rank`` and ``peak_memory_bytes``; ``clock_s``, when it began by a clock
+    that all share, or None where they share none: then they began together, as nearly as they can tell. Rows may be of
+    the last steps only.
     """
     first = {rank: next(one for one in told if one["rank"] == rank) for rank in range(plan.parallel.pipeline)}
+    clocks = {rank: one.get("clock_s") or 0.0 for rank, one in first.items()}
+    late = {rank: clock - min(clocks.values()) for rank, clock in clocks.items()}
     rows = min(len(one["starts"]) for one in first.values())
     warming = rows > 1 and rows == len(first[0]["ends"])  # the first step, which is slower, is among them
     chosen = range(warming - rows, 0)
-    origins = [min(one["starts"][row][0] for one in first.values()) for row in chosen]
-
-    def typical(values: Sequence[float]) -> float:
-        return max(0.0, float(median(value - origin for value, origin in zip(values, origins, strict=True))))
+    origins = [min(one["starts"][row][0] + late[rank] for rank, one in first.items()) for row in chosen]
 
     ranks = []
     for rank, one in first.items():
-        places = range(len(schedule[rank]))
+        shifts = [late[rank] - origin for origin in origins]
+        starts = zip(*(one["starts"][row] for row in chosen), strict=True)
+        stops = zip(*(one["stops"][row] for row in chosen), strict=True)
         ranks.append(
             RecordedRank(
                 rank=rank,
                 actions=format_order(schedule[rank]),
-                starts_s=tuple(typical([one["starts"][row][place] for row in chosen]) for place in places),
-                ends_s=tuple(typical([one["stops"][row][place] for row in chosen]) for place in places),
-                ended_s=typical([one["ends"][row] for row in chosen]),
+                starts_s=tuple(_typical(times, shifts) for times in starts),
+                ends_s=tuple(_typical(times, shifts) for times in stops),
+                ended_s=_typical([one["ends"][row] for row in chosen], shifts),
                 peak_memory_bytes=max(other["peak_memory_bytes"] for other in told if other["rank"] == rank),
             )
         )
@@ -82,6 +85,11 @@ def recording_of(
         bubble_fraction=bubble_fraction,
         ranks=tuple(ranks),
     )
+
+
+def _typical(times: Sequence[float], shifts: Sequence[float]) -> float:
+    """A moment, from what it was in each step."""
+    return max(0.0, float(median(time + shift for time, shift in zip(times, shifts, strict=True))))
 
 
 def check_recording(recording: Recording, plan: Plan, schedule: Schedule) -> None:

@@ -9,11 +9,10 @@ from typing import Any
 
 from planner.plan import schedule_of
 from planner.plan.plan import Plan, Predicted
+from planner.profile import Profile
 from planner.record import Bytes, Index, Seconds, record
+from planner.runtime.measured import NEAR, differences, stages_as_measured
 from planner.runtime.recording import Recording, recording_of
-
-NEAR = 0.05
-"""Measured within this of predicted is as predicted."""
 
 
 @record
@@ -69,19 +68,23 @@ class Measured:
 class Outcome:
     """A run's result, and what is said about it; ``measured`` is None where no step was left to do.
 
-    ``recording``: a step, action by action, where that was asked for.
+    ``differences``: a line for each stage that is not as planned. ``recording``: a step, action by action, where that
+    was asked for.
     """
 
     result: RunResult
     measured: Measured | None
     advice: str
+    differences: tuple[str, ...] = ()
     recording: Recording | None = None
 
 
-def outcome_of(plan: Plan, told: Sequence[Mapping[str, Any]], *, crowded: bool) -> Outcome:
+def outcome_of(
+    plan: Plan, told: Sequence[Mapping[str, Any]], *, crowded: bool, profile: Profile | None = None
+) -> Outcome:
     """Put together what all processes told, in the order of their global ranks.
 
-    ``crowded``: processes outnumber cores, so that times mean little.
+    ``crowded``: processes outnumber cores, so that times mean little. ``profile``: the plan's own, where it is there.
     """
     num_steps = len(told[0]["ends"])
     iterations, bubbles = [], []
@@ -117,8 +120,13 @@ def outcome_of(plan: Plan, told: Sequence[Mapping[str, Any]], *, crowded: bool) 
         predicted=plan.predicted,
         verify=Verified(**verified) if verified else None,
     )
+    differing: tuple[str, ...] = ()
+    if measured is not None and plan.predicted is not None and not crowded:
+        stages = stages_as_measured(plan, told)
+        differing = differences(plan, stages, iteration_s=measured.iteration_s, profile=profile)
     return Outcome(
         result=result,
+        differences=differing,
         measured=measured,
         advice=_advice(plan, result, measured, crowded=crowded),
         recording=_recording(plan, told, measured),
@@ -165,7 +173,8 @@ def _advice(plan: Plan, result: RunResult, measured: Measured | None, *, crowded
         word = "longer" if most > 0 else "shorter"
         return (
             f"rank {rank} computes {abs(most):.0%} {word} than predicted: profile on this machine as it is now "
-            f"(pipeplan profile {plan.model.name}.py --fresh) and solve again"
+            f"(pipeplan profile {plan.model.name}.py --fresh), or keep what a run measures (--save-profile), and solve "
+            "again"
         )
     if over > 0:
         return (

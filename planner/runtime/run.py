@@ -5,18 +5,22 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from planner.errors import InputError
-from planner.files import check_writable, json_text, plain
+from planner.files import check_replaceable, check_writable, json_text, plain
 from planner.plan import Plan, read_plan, schedule_of
+from planner.plan.check import profile_of
+from planner.profile import Profile, write_profile
 from planner.record import record
 from planner.runtime.saved import newest, read_saved
 from planner.runtime.server import start_server
 
 if TYPE_CHECKING:
-    from planner.runtime.launch import Listener
+    from planner.runtime.launch import Listener, Nodes
     from planner.runtime.result import Outcome
 
 VERIFY_STEPS = 3
@@ -39,6 +43,7 @@ class RunOptions:
     checkpoint_every: int | None = None
     resume: bool = False
     record: bool = False
+    save_profile: Path | None = None
 
 
 def run_plan(path: Path, options: RunOptions, listener: Listener) -> Outcome | None:
@@ -58,6 +63,7 @@ def run_plan(path: Path, options: RunOptions, listener: Listener) -> Outcome | N
     if not model_path.is_file():
         raise InputError(f"{path}: model.source: there is no file {model_path}", hint="correct it in the plan")
     resumed, start = _resumed(plan, options)
+    profile = _profile(plan, path, options)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     start_server()
@@ -104,7 +110,49 @@ def run_plan(path: Path, options: RunOptions, listener: Listener) -> Outcome | N
         told = launch(job, nodes, timeout_s=timeout_s, listener=listener)
     if not told:
         return None
-    return outcome_of(plan, told, crowded=crowded)
+    if options.save_profile is not None and profile is not None and options.steps > start:
+        _save_profile(plan, profile, told, options.save_profile, model_path=model_path, device=device, nodes=nodes)
+    return outcome_of(plan, told, crowded=crowded, profile=profile)
+
+
+def _profile(plan: Plan, path: Path, options: RunOptions) -> Profile | None:
+    """The plan's profile, where it is there. Raises InputError where it must be, for another to be made of it."""
+    if options.save_profile is None:
+        with suppress(InputError):
+            return profile_of(plan, path)
+        return None
+    check_writable(options.save_profile)
+    check_replaceable(options.save_profile, "pipeplan-profile")
+    return profile_of(plan, path)
+
+
+def _save_profile(
+    plan: Plan,
+    profile: Profile,
+    told: Sequence[Mapping[str, Any]],
+    path: Path,
+    *,
+    model_path: Path,
+    device: str,
+    nodes: Nodes,
+) -> None:
+    """Write the profile that follows from what a run measured, with the link between two processes of this machine."""
+    from planner.measure.machine import this_device
+    from planner.runtime.links import measure_links
+    from planner.runtime.measured import measured_profile
+
+    links = measure_links(device) if plan.parallel.gpus > 1 else None
+    notes = {"measured_by": f"run of {plan.parallel.gpus} processes on {nodes.count} machines"}
+    made = measured_profile(
+        plan,
+        profile,
+        told,
+        path=path,
+        model_path=model_path,
+        device=this_device(device, notes=notes),
+        links=links,
+    )
+    write_profile(made, path)
 
 
 def _check(plan: Plan, path: Path, options: RunOptions) -> None:

@@ -151,8 +151,8 @@ class Trainer:
         else:
             losses, spans = self._gradients(step, batch)
         self._steps_done += 1
-        self._update()
-        return StepRecord(spans=spans, end=self._stopwatch.mark(), losses=self._loss_values(losses))
+        updating = self._update()
+        return StepRecord(spans=spans, updating=updating, end=self._stopwatch.mark(), losses=self._loss_values(losses))
 
     def _gradients(self, step: int, batch: Batch) -> tuple[list[Tensor], tuple[Span, ...]]:
         """All actions, and every parameter's gradient of the whole batch in its ``.grad``."""
@@ -178,16 +178,21 @@ class Trainer:
         self._executor.next_step()
         return losses, spans
 
-    def _update(self) -> None:
-        """Step the optimizer, unless a gradient in float16 overflowed somewhere; then let all gradients go."""
+    def _update(self) -> Mark:
+        """Step the optimizer, unless a gradient in float16 overflowed somewhere; then let all gradients go.
+
+        Returns when the optimizer's step began.
+        """
         finite = self.scaling is None or self.scaling.unscale(self.parameters.values())
         if finite and self._clipping is not None:
             self._clipping.clip(self.parameters)
         self._board.at(State.OPTIMIZER)
+        began = self._stopwatch.mark()
         if finite and self.optimizer is not None:
             self.optimizer.step()
         for parameter in self.parameters.values():
             parameter.grad = None
+        return began
 
     def _sum_stage(self, stage: Stage) -> None:
         """Begin to add up a stage's gradients over the replicas: all backwards of the stage have run."""
@@ -230,6 +235,11 @@ class Trainer:
         """What the marks of records are made with."""
         return self._stopwatch
 
+    @property
+    def trainable_bytes(self) -> int:
+        """Bytes of the parameters that are trained here."""
+        return total_bytes(value for value in self.parameters.values() if value.requires_grad)
+
     def peak_memory_bytes(self) -> int:
         """The most memory this rank held: as the allocator saw it on CUDA, by counting tensors on the CPU.
 
@@ -244,9 +254,12 @@ class Trainer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """What one step left behind. Its ``losses`` are those of all micro-batches of all replicas."""
+    """What one step left behind; ``updating``: when the optimizer's step began.
+
+    Its ``losses`` are those of all micro-batches of all replicas."""
 
     spans: tuple[Span, ...]
+    updating: Mark
     end: Mark
     losses: tuple[float, ...]
 

@@ -410,9 +410,11 @@ class _Worker:
         for _, weight in self._whole_weights(trainer):
             digest.update(weight.reshape(-1).view(torch.uint8).numpy().data)
         told = figures.told(rows=self.job.record) | {
+            "clock_s": figures.clock_s if self.job.one_node else None,
             "rank": self.rank,
             "has_loss": self.global_rank == self._loss_rank(),
             "peak_memory_bytes": trainer.peak_memory_bytes(),
+            "trainable_bytes": trainer.trainable_bytes,
             "weights_sha256": digest.hexdigest() if self.global_rank == 0 else None,
             "verify": self.verified,
         }

@@ -107,6 +107,8 @@ def test_control_c_ends_the_run(tmp_path: Path, started: list[Command]) -> None:
     code, words = command.end()
     assert code == 130, words
     assert "Traceback" not in words
+    (done,) = re.findall(r"interrupted after (\d+) of 1000000 steps", words)
+    assert [row["step"] for row in command.rows()] == list(range(int(done))), "the log is written to its end"
     assert command.left_running() == []
 
 

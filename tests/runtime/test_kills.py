@@ -17,26 +17,23 @@ from planner.runtime.saved import newest, step_of
 
 
 @pytest.mark.parametrize(
-    "kills",
-    [
-        3,
-        pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
-    ],
+    ("seed", "kills"),
+    [(0, 3), *(pytest.param(seed, 10, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]) for seed in range(1, 6))],
 )
-def test_killed_at_random_moments_it_goes_on(kills: int, tmp_path: Path) -> None:
+def test_killed_at_random_moments_it_goes_on(seed: int, kills: int, tmp_path: Path) -> None:
     """kill -9 of the launcher or of one rank, mostly within a checkpoint: there is one after every step."""
     plans = [plan_of(EVERYTHING, num_ranks=ranks, microbatches=2) for ranks in (2, 3)]
     for number, plan in enumerate(plans):
         write_plan(plan, tmp_path / f"plan{number}.yaml")
     kept = tmp_path / "kept"
-    chance = random.Random(kills)
+    chance = random.Random(seed)
     done = 0
     for attempt in range(kills):
         resume = ["--resume"] if newest(kept) else []
         options = ("--steps", 100_000, "--checkpoint", kept, "--checkpoint-every", 1, *resume)
         command = Command(tmp_path, *options, plan=f"plan{attempt % 2}.yaml")
         try:
-            command.wait_for_step(done)
+            command.wait_for_step(done + 1)  # so there is a checkpoint of this run
             time.sleep(chance.random() * 0.3)
             victims = [command.process.pid, *command.workers()]
             os.kill(chance.choice(victims), signal.SIGKILL)

@@ -30,6 +30,9 @@ def told(rank: int, *, ends: list[float], busy: list[float], begins: dict[int, f
         "peak_memory_bytes": 1000 + rank,
         "weights_sha256": "0" * 64 if rank == 0 else None,
         "verify": None,
+        "actions": {},
+        "optimizer_s": 0.0,
+        "trainable_bytes": 0,
     }
 
 
