@@ -31,6 +31,7 @@ from planner.report.summary import (
     link_words,
     memory_words,
     optimizer_words,
+    percent,
     provenance_words,
     shape_words,
 )
@@ -191,13 +192,13 @@ def _plan_figures(shown: Overview, recording: Recording | None) -> Iterator[dict
     if recording is not None:
         seconds = f"{format_seconds(recording.iteration_s)} ({_off(recording.iteration_s, predicted.iteration_s)})"
         rate = f"{plan.batch.global_batch / recording.iteration_s:.4g}/s" if recording.iteration_s else ""
-        bubble = f"{recording.bubble_fraction:.1%}"
+        bubble = percent(recording.bubble_fraction)
         peak = format_bytes(max(rank.peak_memory_bytes for rank in recording.ranks))
     yield _figure("Iteration", format_seconds(predicted.iteration_s), bound_words(shown), measured=seconds)
     samples = f"{plan.batch.global_batch} an iteration"
     yield _figure("Samples", f"{predicted.samples_per_s:.4g}/s", samples, measured=rate)
     idle = format_seconds(predicted.bubble_fraction * shown.timeline.makespan_s)
-    yield _figure("Idle", f"{predicted.bubble_fraction:.1%}", f"{idle} a rank, on the mean", measured=bubble)
+    yield _figure("Idle", percent(predicted.bubble_fraction), f"{idle} a rank, on the mean", measured=bubble)
     use, limit = shown.timeline.ranks[shown.fullest], shown.limit_bytes
     note = f"on rank {use.rank}, " + (f"of {format_bytes(limit)}" if limit is not None else "no limit known")
     yield _figure("Peak memory", format_bytes(use.peak_memory_bytes), note, measured=peak, bad=not shown.fits)
@@ -207,7 +208,7 @@ def _plan_figures(shown: Overview, recording: Recording | None) -> Iterator[dict
 
 
 def _off(measured: float, foretold: float) -> str:
-    return f"{measured / foretold - 1:+.1%}" if foretold else "no prediction"
+    return percent(measured / foretold - 1, signed=True) if foretold else "no prediction"
 
 
 def _legend(shown: Overview) -> list[dict[str, str]]:
@@ -237,10 +238,10 @@ def _ranks(shown: Overview, recording: Recording | None) -> Iterator[dict[str, A
             "stages": ", ".join(str(stage.stage) for stage in shown.plan.stages if stage.rank == use.rank),
             "busy": format_seconds(use.busy_s),
             "busy_share": busy,
-            "busy_percent": f"{busy:.0%}",
+            "busy_percent": percent(busy, 0),
             "peak": format_bytes(use.peak_memory_bytes),
             "peak_share": held,
-            "peak_percent": f"{held:.0%}" if held >= 0.01 or not held else "< 1%",
+            "peak_percent": percent(held, 0) if held >= 0.01 or not held else "< 1 %",
             "over": limit is not None and use.peak_memory_bytes > limit,
         }
         if recording is not None:
@@ -271,7 +272,7 @@ def _bubble(shown: Overview) -> Iterator[dict[str, Any]]:
             "kind": kind,
             "name": name,
             "share": share,
-            "percent": f"{share:.1%}",
+            "percent": percent(share),
             "seconds": format_seconds(seconds),
             "note": note,
         }
@@ -290,8 +291,8 @@ def _bubble_words(shown: Overview) -> str:
     if not seconds:
         return "No rank is ever idle."
     return (
-        f"A rank is idle {fraction:.1%} of the time until the last action ends; most of it, "
-        f"{_share(seconds, fraction * shown.timeline.makespan_s):.0%}, comes from {cause}."
+        f"A rank is idle {percent(fraction)} of the time until the last action ends; most of it, "
+        f"{percent(_share(seconds, fraction * shown.timeline.makespan_s), 0)}, comes from {cause}."
     )
 
 
@@ -323,7 +324,7 @@ def _stages(shown: Overview) -> Iterator[dict[str, Any]]:
             "backward_input": format_seconds(stage.backward_input_s),
             "backward_weight": format_seconds(stage.backward_weight_s),
             "load_share": _share(load, most),
-            "load_percent": f"{_share(load, mean):.0%}",
+            "load_percent": percent(_share(load, mean), 0),
             "parameters": format_bytes(stage.parameter_bytes),
             "saved": format_bytes(stage.saved_bytes),
             "sends": _transfers(stage.sends),
@@ -348,7 +349,7 @@ def _search_words(shown: Overview) -> str:
     search = shown.plan.search
     counts = ""
     if search is not None and search.configurations is not None:
-        counts = f"{counted(search.configurations, 'configuration')} were looked at"
+        counts = f"The search looked at {counted(search.configurations, 'configuration')}"
         if search.solved is not None and search.pruned is not None:
             counts += f", {search.solved} solved and {search.pruned} ruled out by their bound"
         counts += f", in {format_seconds(search.seconds)}. " if search.seconds is not None else ". "
@@ -356,7 +357,7 @@ def _search_words(shown: Overview) -> str:
     if predicted.bound_s is not None and predicted.gap is not None:
         counts += (
             f"No plan of what was asked for can take less than {format_seconds(predicted.bound_s)}: this one is "
-            f"{max(0.0, predicted.gap):.2%} over that. "
+            f"{percent(max(0.0, predicted.gap), 2)} over that. "
         )
     return f"{counts}Below: the same cut under other schedules, and what is done by hand, under the same time model."
 
@@ -368,7 +369,7 @@ def _faster(shown: Overview, rivals: Sequence[Rival]) -> str:
         return ""
     best = min(better, key=lambda rival: rival.iteration_s)
     won = 1 - best.iteration_s / shown.predicted.iteration_s
-    return f"{best.name} would be {won:.1%} faster than this plan: solve again to get the best there is."
+    return f"{best.name} would be {percent(won)} faster than this plan: solve again to get the best there is."
 
 
 def _rivals(shown: Overview, rivals: Sequence[Rival]) -> Iterator[dict[str, Any]]:
@@ -394,7 +395,7 @@ def _rivals(shown: Overview, rivals: Sequence[Rival]) -> Iterator[dict[str, Any]
             "iteration": format_seconds(rival.iteration_s),
             "share": _share(rival.iteration_s, slowest),
             "ratio": f"{ratio:.3f}",
-            "idle": f"{rival.bubble_fraction:.1%}",
+            "idle": percent(rival.bubble_fraction),
             "peak": format_bytes(rival.peak_memory_bytes),
             "fits": rival.fits,
         }
@@ -408,7 +409,7 @@ def _plan_facts(shown: Overview, recording: Recording | None) -> Iterator[tuple[
     limit = shown.limit_bytes
     if limit is not None:
         reserve = cluster.memory_reserve_fraction or 0.0
-        yield "Memory limit", f"{format_bytes(limit)} a GPU, after {reserve:.0%} kept back for the allocator"
+        yield "Memory limit", f"{format_bytes(limit)} a GPU, after {percent(reserve, 0)} kept back for the allocator"
     links = cluster.links
     within = _link(links.intra_node if links else None)
     between = _link(links.inter_node if links else None)
@@ -456,8 +457,8 @@ def _profile_figures(rows: Sequence[LayerRow], graph: LayerGraph, microbatch_siz
 
 def _layer(row: LayerRow, whole_s: float) -> dict[str, Any]:
     return {
-        "share": f"{_share(row.load_s, whole_s):.1%}",
-        "spread": "" if row.spread is None else f"±{row.spread / 2:.1%}",
+        "share": percent(_share(row.load_s, whole_s)),
+        "spread": "" if row.spread is None else f"±{percent(row.spread / 2)}",
         "shared": ", ".join(row.shared),
         "readers": ", ".join(f"{format_bytes(size)} → {name}" for name, size in row.readers),
         "name": row.name,

@@ -51,7 +51,7 @@ def plan_lines(shown: Overview) -> Iterator[str]:
     rate = f"{format_seconds(predicted.iteration_s)} an iteration, {predicted.samples_per_s:.4g} samples/s"
     yield f"{rate}; {bound_words(shown)}"
     yield (
-        f"idle {predicted.bubble_fraction:.1%}: ends {format_seconds(bubble.skew_s)}, imbalance "
+        f"idle {percent(predicted.bubble_fraction)}: ends {format_seconds(bubble.skew_s)}, imbalance "
         f"{format_seconds(bubble.imbalance_s)}, links {format_seconds(bubble.links_s)}, order "
         f"{format_seconds(bubble.rest_s)}"
     )
@@ -77,7 +77,7 @@ def bound_words(shown: Overview) -> str:
     gap = shown.predicted.gap
     if gap is None:
         return "no bound is known"
-    over = f"{max(0.0, gap):.2%} over the bound"
+    over = f"{percent(max(0.0, gap), 2)} over the bound"
     return f"{over}, proven the best" if shown.proven else over
 
 
@@ -143,7 +143,7 @@ def profile_summary(
                 format_seconds(sum(getattr(row, part) for row in run))
                 for part in ("forward_s", "backward_input_s", "backward_weight_s")
             ),
-            f"{sum(row.load_s for row in run) / total:.0%}" if total else "",
+            percent(sum(row.load_s for row in run) / total, 0) if total else "",
             format_bytes(sum(row.parameter_bytes for row in run)),
             format_bytes(sum(row.saved_bytes for row in run)),
             format_bytes(run[-1].cut_bytes),
@@ -201,14 +201,20 @@ def link_words(profile: Profile) -> Iterator[str]:
 
 def accuracy_words(profile: Profile, microbatch_size: int) -> Iterator[str]:
     """How well layers add up to stages, where that was measured."""
-    for entry in getattr(profile, "accuracy", None) or ():
+    for entry in profile.accuracy or ():
         if entry.microbatch_size == microbatch_size:
-            yield f"layers add up to runs of them within {entry.median_error:.1%}, at most {entry.largest_error:+.1%}"
+            most = percent(entry.largest_error, signed=True)
+            yield f"layers add up to runs of them within {percent(entry.median_error)}, at most {most}"
 
 
 def counted(count: int, word: str, plural: str = "s") -> str:
     """E.g. ``1 stage``, ``4 stages``."""
     return f"{count} {word}{'' if count == 1 else plural}"
+
+
+def percent(share: float, digits: int = 1, *, signed: bool = False) -> str:
+    """E.g. ``12.3 %``."""
+    return f"{100 * share:{'+' if signed else ''}.{digits}f} %"
 
 
 def short(text: str, most: int) -> str:

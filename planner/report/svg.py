@@ -9,7 +9,7 @@ from xml.sax.saxutils import escape
 from planner.errors import InputError
 from planner.report.overview import Overview
 from planner.report.palette import DARK, LIGHT, css_variables
-from planner.report.summary import bound_words, shape_words
+from planner.report.summary import bound_words, percent, shape_words
 from planner.schedules import Action, Letter
 from planner.units import format_seconds
 
@@ -41,7 +41,9 @@ def schedule_svg(shown: Overview) -> str:
         )
     height = _TOP + _ROW * shown.job.num_ranks + 44
     title = escape(f"{shown.plan.model.name}: {shape_words(shown)}")
-    words = f"{format_seconds(shown.timeline.iteration_s)} an iteration, {shown.predicted.bubble_fraction:.1%} idle"
+    words = (
+        f"{format_seconds(shown.timeline.iteration_s)} an iteration, {percent(shown.predicted.bubble_fraction)} idle"
+    )
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img" '
         f'font-size="12"><title>{title}</title><style>{_STYLE}</style>',

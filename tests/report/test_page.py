@@ -102,8 +102,8 @@ def test_the_figures_are_the_plans(browser: Any, small: Shown) -> None:
         for figure in (
             format_seconds(shown.predicted.iteration_s),
             f"{shown.predicted.samples_per_s:.4g}/s",
-            f"{shown.predicted.bubble_fraction:.1%}",
-            "2.00% over the bound",
+            f"{100 * shown.predicted.bubble_fraction:.1f} %",
+            "2.00 % over the bound",
             "zb-h1",
         ):
             assert figure in text
@@ -391,9 +391,9 @@ def test_predicted_and_measured_stand_one_above_the_other(browser: Any, tmp_path
         text = _text(page)
         assert f"Predicted, {format_seconds(timeline.iteration_s)}" in text
         assert f"Measured, {format_seconds(recording.iteration_s)} (the median of 4 steps)" in text
-        assert f"measured {format_seconds(recording.iteration_s)} (+50.0%)" in text
+        assert f"measured {format_seconds(recording.iteration_s)} (+50.0 %)" in text
         peak = timeline.ranks[1].peak_memory_bytes
-        assert _row(page, "bubble", "1")[-1] == f"{format_bytes(2 * peak)} (+100.0%)"
+        assert _row(page, "bubble", "1")[-1] == f"{format_bytes(2 * peak)} (+100.0 %)"
         above, below = (page.locator(f"#schedule-{name} canvas").bounding_box() for name in ("predicted", "measured"))
         assert above["y"] + above["height"] < below["y"]
         assert (above["x"], above["width"]) == (below["x"], below["width"])

@@ -245,7 +245,10 @@ def test_a_profile_has_no_trace(path: Path) -> None:
 
 
 def test_a_recording_is_the_median_step_from_its_first_action_on() -> None:
-    """Made-up steps: a slow first one, which does not count, then one timeline at several paces."""
+    """Made-up steps: a slow first one, which does not count, then one timeline at several paces.
+
+    Rank 1 counts from a second later than rank 0, as the machine's clock tells.
+    """
     profile = chain_profile(4)
     plan = fresh_plan(profile, [["block.0", "block.1"], ["block.2", "block.3"]], ranks=2)
     timeline = overview_of(plan, profile).timeline
@@ -255,10 +258,11 @@ def test_a_recording_is_the_median_step_from_its_first_action_on() -> None:
     told = [
         {
             "rank": rank,
-            "starts": [[begin + pace * start for start in timeline.starts_s[rank]] for begin, pace in steps],
-            "stops": [[begin + pace * end for end in timeline.ends_s[rank]] for begin, pace in steps],
-            "ends": [begin + pace * timeline.iteration_s for begin, pace in steps],
+            "starts": [[begin - rank + pace * start for start in timeline.starts_s[rank]] for begin, pace in steps],
+            "stops": [[begin - rank + pace * end for end in timeline.ends_s[rank]] for begin, pace in steps],
+            "ends": [begin - rank + pace * timeline.iteration_s for begin, pace in steps],
             "peak_memory_bytes": 100 + rank + replica,
+            "clock_s": 1000.0 + rank,
         }
         for rank in range(2)
         for replica in range(2)
