@@ -181,8 +181,12 @@ def _module(model_file: ModelFile, device: str, *, seed: int, weightless: bool) 
     with RandomStream(seed):
         if not weightless:
             return model_file.model().to(device)
-        with parameters_on_meta():
-            module = model_file.model()
+        try:
+            with parameters_on_meta():
+                module = model_file.model()
+        except InputError as fault:
+            hint = "model() may not need the values of parameters, which have none here; else --whole measures it"
+            raise InputError(fault.message, hint=hint) from fault
     buffers_to(module, device)
     return module
 

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from planner.capture.batch import Batch, leaves, rebuilt
 from planner.capture.made_up import computing
@@ -226,7 +228,8 @@ def _refusal(
     except InputError as fault:
         return fault
     except Exception as fault:  # noqa: BLE001 - the user's code may raise anything
-        return model_file.raised(fault, "model()'s forward")
+        if fakes is None or not isinstance(fault, _VALUES_WANTED):
+            return model_file.raised(fault, "model()'s forward")
     if isinstance(error, InputError) and error.__cause__ is None:
         return error
     error = (
@@ -240,6 +243,10 @@ def _refusal(
         f"({type(error).__name__}: {words[0]})",
         hint="do what depends on the values of tensors in a module of its own (it is then kept whole)",
     )
+
+
+_VALUES_WANTED = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
+"""What fakes raise where they would need values."""
 
 
 @contextlib.contextmanager
