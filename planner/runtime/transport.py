@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import queue
 import re
+import socket
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -118,9 +119,8 @@ class Communicators:
     def __init__(self, store: Store, *, device: torch.device, one_node: bool) -> None:
         self._store = store
         self._device = device
-        gloo = dist.ProcessGroupGloo
         with _threads_that_wait():
-            self._cpu = gloo.create_device(hostname="127.0.0.1") if one_node else gloo.create_default_device()
+            self._cpu = _gloo_device(one_node)
 
     def make(self, name: str, rank: int, size: int, *, on_cpu: bool = False) -> Any:
         """A group of ``size`` processes, this one with ``rank`` in it."""
@@ -137,7 +137,26 @@ class Communicators:
             return dist.ProcessGroupGloo(store, rank, size, options)
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = FOREVER
-        return dist.ProcessGroupNCCL(store, rank, size, nccl)
+        made = dist.ProcessGroupNCCL(store, rank, size, nccl)
+        # connected now: else a sender waits for its receiver at the first message, and a round of such waits never ends
+        made.eager_connect_single_device(self._device)
+        return made
+
+
+def _gloo_device(one_node: bool) -> Any:
+    """Where gloo listens: here alone, or at the address by which this machine reaches the first one.
+
+    A machine's name may stand for another of its addresses, which the other machines do not reach.
+    """
+    gloo = dist.ProcessGroupGloo
+    if one_node:
+        return gloo.create_device(hostname="127.0.0.1")
+    if interface := os.environ.get("GLOO_SOCKET_IFNAME"):
+        return gloo.create_device(interface=interface.partition(",")[0])
+    family, kind, _, _, address = socket.getaddrinfo(os.environ["MASTER_ADDR"], 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as towards:
+        towards.connect(address)  # sends nothing
+        return gloo.create_device(hostname=towards.getsockname()[0])
 
 
 class Group:
