@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 
 import typer
 
-from planner.cli.console import err
+from planner.cli.console import err, say
 from planner.errors import InputError
 
 
@@ -52,10 +53,21 @@ def export(
     if output is None:
         typer.echo(text, nl=False)
         return
-    if output.exists() and output.samefile(plan):
-        raise InputError(f"{output}: is the plan", hint="name another file with -o")
+    _check_replaceable(output, target)
     write_atomically(output, text)
-    err.print(f"wrote {output}; {use.replace('FILE', str(output))}", markup=False, soft_wrap=True)
+    say(f"wrote {output}; {use.replace('FILE', str(output))}", to=err, indent=2)
+
+
+def _check_replaceable(output: Path, target: Target) -> None:
+    """Raises InputError where a file that no export wrote would be overwritten: the plan, its profile, the model."""
+    try:
+        with output.open("rb") as file:
+            start = file.read(4096)
+    except OSError:
+        return  # there is none, or writing says what is wrong
+    ours = re.match(rb"[,\s]*\d+[FIWB]\d+[,\r\n]", start) if target is Target.TORCH_CSV else b"by pipeplan" in start
+    if start and not ours:
+        raise InputError(f"{output}: is there and is no file that export writes", hint="name another file with -o")
 
 
 Writer = Callable[[Path, Path | None], str]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from planner.cli.console import err, out
+from planner.cli.console import err, remark, say
 from planner.errors import InputError
 
 
@@ -66,10 +66,14 @@ def _import_schedule(file: Path, plan: Path | None, output: Path | None) -> None
     made, remarks = import_torch_csv(file, plan_path=plan, goal=goal)
     check_replaceable(goal, "pipeplan-plan")
     write_plan(made, goal)
-    for remark in remarks:
-        err.print(f"remark: {remark}", markup=False, soft_wrap=True)
+    for text in remarks:
+        remark(text)
     actions = sum(len(text.split()) for text in made.actions or ())
-    out.print(f"{goal}: {actions} actions on {made.parallel.pipeline} ranks", markup=False, soft_wrap=True)
+    say(
+        f"wrote {goal} ({actions} actions on {made.parallel.pipeline} ranks); next: pipeplan simulate {goal}",
+        to=err,
+        indent=2,
+    )
 
 
 def _import_profile(file: Path, source: Source, microbatch_size: int | None, output: Path | None) -> None:
@@ -88,6 +92,7 @@ def _import_profile(file: Path, source: Source, microbatch_size: int | None, out
     profile, remarks = readers[source](file, microbatch_size=microbatch_size)
     check_replaceable(goal, "pipeplan-profile")
     write_profile(profile, goal)
-    for remark in remarks:
-        err.print(f"remark: {remark}", markup=False, soft_wrap=True)
-    out.print(f"{goal}: {len(profile.layers)} layers, {len(profile.edges)} edges", markup=False, soft_wrap=True)
+    for text in remarks:
+        remark(text)
+    size = f"{len(profile.layers)} layers, {len(profile.edges)} edges"
+    say(f"wrote {goal} ({size}); next: pipeplan solve {goal} --gpus N", to=err, indent=2)

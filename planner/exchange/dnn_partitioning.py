@@ -24,12 +24,18 @@ from planner.exchange.foreign import (
     halved_backward,
     mapping,
     profile_of,
+    unknown_keys,
     whole,
 )
 from planner.files import read_json
 from planner.profile import Layer, Profile
 
 _SOME_BANDWIDTH = 1e9
+_KEYS = frozenset({"maxFPGAs", "maxCPUs", "maxSizePerFPGA", "nodes", "edges"})
+_NODE_KEYS = frozenset(
+    {"id", "name", "fpgaLatency", "cpuLatency", "size", "isBackwardNode", "colorClass", "supportedOnFpga"}
+)
+_EDGE_KEYS = frozenset({"sourceId", "destId", "cost", "size"})
 
 
 class _Node(NamedTuple):
@@ -83,7 +89,12 @@ def import_dnn_partitioning(path: Path, *, microbatch_size: int | None = None) -
         memory_bytes=round(figure(limit, place=f"{path}: maxSizePerFPGA")) if limit is not None else 0,
         bandwidth_bytes_per_s=bandwidth,
     )
-    return profile_of(model, path=path, system="dnn-partitioning"), _remarks(nodes, members, trains)
+    unknown = (
+        *unknown_keys([document], _KEYS, "the file"),
+        *unknown_keys(document["nodes"], _NODE_KEYS, "nodes"),
+        *unknown_keys(document["edges"], _EDGE_KEYS, "edges"),
+    )
+    return profile_of(model, path=path, system="dnn-partitioning"), (*_remarks(nodes, members, trains), *unknown)
 
 
 def _nodes(document: dict[str, Any], path: Path) -> dict[int, _Node]:

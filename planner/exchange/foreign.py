@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -205,3 +205,12 @@ def entries(document: dict[str, Any], key: str, path: Path) -> list[dict[str, An
     if not isinstance(found, list):
         raise InputError(f"{path}: {key} must be a list", hint="check that this is the format that --from names")
     return [mapping(entry, place=f"{path}: {key}[{index}]") for index, entry in enumerate(found)]
+
+
+def unknown_keys(rows: list[dict[str, Any]], known: Collection[str], what: str) -> tuple[str, ...]:
+    """A remark on the keys of a list of entries that the format does not have, and that are not read: none or one."""
+    found = dict.fromkeys(key for row in rows for key in row if key not in known)
+    if not found:
+        return ()
+    shown = ", ".join(repr(key)[:40] for key in list(found)[:5]) + (", ..." if len(found) > 5 else "")
+    return (f"not read, as the format does not have it: {shown} of {what}",)

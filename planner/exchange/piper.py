@@ -25,12 +25,19 @@ from planner.exchange.foreign import (
     halved_backward,
     mapping,
     profile_of,
+    unknown_keys,
     whole,
 )
 from planner.files import read_json
 from planner.profile import Collective, Collectives, Cost, Layer, Profile
 
 _KEPT, _RECOMPUTED = "vanilla", "activation recomp"
+_KEYS = frozenset({"maxDevices", "maxMemoryPerDevice", "bandwidth", "mbsInBatch", "nodes", "edges"})
+_NODE_KEYS = frozenset({"id", "name", "TMPCs", "isBackwardNode"})
+_VARIANT_KEYS = frozenset(
+    {"id", "timePerSample", "parameterSize", "memoryUsageA", "memoryUsageB", "syncTimeFw", "syncTimeBw"}
+)
+_EDGE_KEYS = frozenset({"sourceId", "destId", "communicationCost"})
 _NONE = Collective(count=0.0, bytes=0.0)
 
 
@@ -55,7 +62,14 @@ def import_piper(path: Path, *, microbatch_size: int | None = None) -> tuple[Pro
         bandwidth_bytes_per_s=bandwidth or None,
         global_batch=round(microbatches) * size or None,
     )
-    return profile_of(model, path=path, system="Piper"), ()
+    variants = [variant for node in nodes for listed in node["TMPCs"].values() for variant in listed]
+    unknown = (
+        *unknown_keys([document], _KEYS, "the file"),
+        *unknown_keys(nodes, _NODE_KEYS, "nodes"),
+        *unknown_keys(variants, _VARIANT_KEYS, "TMPCs"),
+        *unknown_keys(edges, _EDGE_KEYS, "edges"),
+    )
+    return profile_of(model, path=path, system="Piper"), unknown
 
 
 def _layer(node: dict[str, Any], microbatch_size: int, place: str) -> Layer:

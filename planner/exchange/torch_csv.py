@@ -35,7 +35,7 @@ from planner.schedules import (
 
 _DERIVED = re.compile(r"\d+(?:(?:SEND|RECV)_[FB]\d+|(?:UNSHARD|RESHARD|REDUCE_GRAD)\d*)")
 _OVERLAPPED = re.compile(r"\(([^()]*)\)(?:OVERLAP_F_B)?")
-_ACTION = re.compile(r"(\d+)(F|I|W|BW|B)(\d+)")
+_ACTION = re.compile(r"(\d{1,9})(F|I|W|BW|B)(\d{1,9})", re.ASCII)
 
 
 def schedule_csv(schedule: Schedule) -> str:
@@ -61,7 +61,10 @@ def read_schedule(path: Path) -> tuple[Schedule, tuple[str, ...]]:
 
     Raises InputError with file, row and cell where it is none.
     """
-    rows = list(csv.reader(read_text(path).splitlines()))
+    try:
+        rows = list(csv.reader(read_text(path).splitlines()))
+    except csv.Error as error:  # a cell without end, say
+        raise InputError(f"{path}: is no CSV ({error})", hint="a row a rank, e.g. 0F0,0F1,0B0,0B1") from None
     while rows and not any(cell.strip() for cell in rows[-1]):
         rows.pop()
     if not rows:
@@ -104,7 +107,7 @@ def _words(cell: str, place: str) -> Iterator[str]:
         if _ACTION.fullmatch(word):
             yield word
         elif word and not _DERIVED.fullmatch(word):
-            raise InputError(f"{place}: {word!r} is no action", hint="stage, F, B, I or W, micro-batch, e.g. 3F0")
+            raise InputError(f"{place}: {word[:40]!r} is no action", hint="stage, F, B, I or W, micro-batch, e.g. 3F0")
 
 
 def _has_old_letters(rows: list[list[str]]) -> bool:

@@ -15,7 +15,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.command import pipeplan, refused
-from support.plans import chain_profile, plans, profiles, save
+from support.plans import chain_profile, fresh_plan, plans, profiles, save
 
 from planner.cluster import Cluster
 from planner.files import sha256_of
@@ -346,3 +346,36 @@ def test_a_damaged_pipedream_file_is_never_a_traceback(data: st.DataObject) -> N
         path.write_bytes(data.draw(_damaged_texts(text)))
         words = ["--from", "pipedream", "--microbatch-size", "2", "-o", Path(folder) / "profile.json"]
         _answers_well("import", path, *words)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_damaged_schedule_is_never_a_traceback(data: st.DataObject) -> None:
+    profile = chain_profile(4)
+    plan = fresh_plan(profile, [["block.0", "block.1"], ["block.2", "block.3"]], ranks=2, microbatches=2)
+    with tempfile.TemporaryDirectory() as folder:
+        path = save(plan, profile, Path(folder))
+        before = path.read_bytes()
+        table = Path(folder) / "table.csv"
+        table.write_bytes(data.draw(_damaged_texts("0F0,0F1,0B0,(0F3;0B1)OVERLAP_F_B\n1UNSHARD,1F0,1B0,1F1,1B1\n")))
+        _answers_well("import", table, "--from", "torch-csv", "--plan", path, "-o", Path(folder) / "new.yaml")
+        assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"0F" + b"9" * 5000,
+        b'"0F0',
+        b"0F0\x000B0",
+        b"\xef\xbb\xbf0F0,0B0",
+        "٣F0,0B0".encode(),
+        b"0F0," * 200_000 + b"0X0",
+    ],
+)
+def test_a_schedule_of_odd_cells(tmp_path: Path, text: bytes) -> None:
+    profile = chain_profile(2)
+    path = save(fresh_plan(profile, [["block.0", "block.1"]], ranks=1, microbatches=1), profile, tmp_path)
+    (tmp_path / "table.csv").write_bytes(text)
+    words = ["import", tmp_path / "table.csv", "--from", "torch-csv", "--plan", path]
+    assert len(refused(pipeplan(*words, "-o", tmp_path / "new.yaml"))) < 500

@@ -67,14 +67,18 @@ for step in range(int(sys.argv[3])):
     optimizer.zero_grad()
     loss = user.loss(model(**inputs) if isinstance(inputs, dict) else model(inputs), target)
     loss.backward()
+    if getattr(user, "clip_norm", None):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), user.clip_norm)
     optimizer.step()
     print(loss.item())
 """
 
 
-def _trains_like_one_process(folder: Path, path: Path, samples: int, processes: int, inputs: str = "tokens") -> None:
+def _trains_like_one_process(
+    folder: Path, path: Path, samples: int, processes: int, *, inputs: str = "tokens", more: str = ""
+) -> None:
     """The exported script, in as many processes as it says, has the losses of plain PyTorch in one."""
-    (folder / "model.py").write_text(MODEL_FILE.replace("INPUTS", inputs))
+    (folder / "model.py").write_text(MODEL_FILE.replace("INPUTS", inputs) + more)
     assert pipeplan("export", path, "--to", "torch", "-o", folder / "train.py").code == 0
     words = [
         "-m",
@@ -122,7 +126,7 @@ def test_torch_trains_every_schedule(tmp_path: Path, name: ScheduleName, starts:
 @pytest.mark.slow
 def test_torch_trains_replicas_with_recompute_and_named_inputs(tmp_path: Path) -> None:
     path = _saved(tmp_path, 4, microbatches=2, size=2, data=2, recompute=[True, False])
-    _trains_like_one_process(tmp_path, path, 8, 4, inputs="{'tokens': tokens}")
+    _trains_like_one_process(tmp_path, path, 8, 4, inputs="{'tokens': tokens}", more="clip_norm = 0.1")
 
 
 @pytest.mark.slow

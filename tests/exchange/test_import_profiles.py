@@ -273,3 +273,20 @@ def test_piper_without_recomputing_takes_a_third_as_forward(tmp_path: Path) -> N
     (row,) = profile.layers[0].costs
     assert (row.tensor, row.forward_s, row.backward_input_s, row.backward_weight_s) == (2, 1.0, 1.0, 1.0)
     assert (row.parameter_bytes, row.workspace_bytes, row.saved_bytes) == (8, 4, 4)
+
+
+def test_what_a_format_does_not_have_is_remarked(tmp_path: Path) -> None:
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps(_piper({"1": [VANILLA | {"colour": 1}]}) | {"more": 2}))
+    _, remarks = import_piper(path)
+    assert [remark.partition(": ")[2] for remark in remarks] == ["'more' of the file", "'colour' of TMPCs"]
+    path.write_text(json.dumps(_graph(_node(1, extra=0), _node(2), edges=[(1, 2)])))
+    _, remarks = import_dnn_partitioning(path)
+    assert any("'extra' of nodes" in remark for remark in remarks)
+
+
+@pytest.mark.parametrize("name", ["dnn-partitioning/bert24_training.json", "piper/bert32a100.json"])
+def test_real_files_hold_nothing_unknown(name: str) -> None:
+    read = import_piper if name.startswith("piper") else import_dnn_partitioning
+    _, remarks = read(case(name))
+    assert not any("not read" in remark for remark in remarks)

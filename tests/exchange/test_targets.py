@@ -159,9 +159,11 @@ def test_a_file_is_written_and_the_next_step_said(tmp_path: Path, target: str) -
     assert answer.out == ""
     assert answer.err.startswith(f"wrote {goal}; ")
     assert goal.read_text()
-    before = path.read_bytes()
-    assert "is the plan" in refused(pipeplan("export", path, "--to", target, "-o", path))
-    assert path.read_bytes() == before
+    assert pipeplan("export", path, "--to", target, "-o", goal).code == 0, "its own file is written anew"
+    for other in (path, tmp_path / "profile.json"):
+        before = other.read_bytes()
+        assert "is no file that export writes" in refused(pipeplan("export", path, "--to", target, "-o", other))
+        assert other.read_bytes() == before
 
 
 def test_the_model_file_is_named_from_where_the_script_lies(tmp_path: Path) -> None:
