@@ -162,8 +162,8 @@ def _search(graph: LayerGraph, asked: Asked) -> Found:
         def watch(progress: Progress) -> None:
             best = format_seconds(progress.best_s) if progress.best_s < float("inf") else "none yet"
             status.update(
-                f"{progress.solved} solved, {progress.pruned} ruled out of {progress.configurations} configurations; "
-                f"best {best}, bound of the next {format_seconds(progress.bound_s)}"
+                f"{progress.solved} solved, {progress.pruned} ruled out of {progress.configurations}; "
+                f"best {best}, next bound {format_seconds(progress.bound_s)}"
             )
 
         return search(graph.profile, asked, watch if err.is_terminal else None)
