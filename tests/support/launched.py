@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-PATIENCE_S = 120
+PATIENCE_S = 240
 
 
 class Command:
