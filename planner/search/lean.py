@@ -9,6 +9,7 @@ simulated   with all that the estimate leaves out (messages, what runs at one in
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Final, NamedTuple
@@ -27,10 +28,16 @@ from planner.simulate import Job, Walk, simulate
 from planner.simulate.memory import resident_bytes
 
 _ALL_AT_ONCE: Final = (ScheduleName.GPIPE, ScheduleName.LOOPED_BFS)
+_LEAN: Final = (ScheduleName.ONE_F_ONE_B, ScheduleName.SYNTHESISED)
 _MOST_LOOKS: Final = 16
 """Configurations whose cut is simulated."""
-_MOST_ACTIONS: Final = 3_000_000
-_MOST_MOVES: Final = 2_000
+_MOST_ACTIONS: Final = 600_000
+_FEW_ACTIONS: Final = 3_000
+"""From so many on only the schedules that are known to be lean are simulated."""
+_MOST_MOVES: Final = 20_000
+"""Stages of which the needs are added up while boundaries are moved."""
+_MANY: Final = 60
+"""From so many shapes on only the widest of each kind are looked at."""
 _SMALL: Final = 3_000
 """Up to so many cuts of a configuration are all looked at."""
 _LEANEST: Final = 12
@@ -82,6 +89,15 @@ def _surely_held(job: Job) -> int:
     return max(most)
 
 
+def least_need(graph: LayerGraph, asked: Asked) -> float:
+    """About what the fullest rank of the leanest plan needs, in bytes, estimated; infinite where there is no shape."""
+    try:
+        shapes = _distinct(asked, configurations(graph, asked))
+    except InputError:
+        return math.inf
+    return min((estimate.need_bytes for estimate in _Estimator(graph, asked).estimates(shapes)), default=math.inf)
+
+
 def _names(asked: Asked, configuration: Configuration) -> Iterator[ScheduleName]:
     """The schedules asked for that suit a shape."""
     for name in asked.schedules:
@@ -117,12 +133,13 @@ class _Estimator:
         self._figures: dict[tuple[int, int], Figures] = {}
 
     def estimates(self, shapes: Iterable[Configuration]) -> Iterator[_Estimate]:
-        """Per shape its leanest cut; those that look alike but for fewer ranks come later."""
+        """Per shape its leanest cut; shapes come widest first."""
         seen: dict[tuple[object, ...], int] = {}
-        for place, shape in enumerate(shapes):
+        every = list(shapes)
+        for place, shape in enumerate(every):
             key = (shape.tensor, shape.virtual, shape.placement, shape.microbatch_size)
             seen[key] = seen.get(key, 0) + 1
-            if seen[key] > 3 and place > 60:
+            if len(every) > _MANY and seen[key] > 1:
                 continue  # more ranks, which came before, need less
             need, steps = self._narrowest(shape)
             cut = [self.lattice.layers(*step) for step in steps]
@@ -180,6 +197,15 @@ class _Estimator:
         """The fewest steps from nothing to the whole that are each within a limit."""
         lattice = self.lattice
         first = np.searchsorted(lattice.start, np.arange(len(lattice) + 1))
+        if len(lattice) == lattice.members.shape[1] + 1:  # a single order: as far as it goes, every time
+            reached = np.where(need <= limit, lattice.end, 0)
+            furthest = np.maximum.reduceat(reached, first[:-2]).tolist()
+            steps = [(0, furthest[0])]
+            while steps[-1][1] < len(furthest):
+                if not steps[-1][1] or furthest[steps[-1][1]] == 0:
+                    return None
+                steps.append((steps[-1][1], furthest[steps[-1][1]]))
+            return steps
         count = np.full(len(lattice), len(lattice) + 1)
         came = np.zeros(len(lattice), dtype=np.int64)
         count[0] = 0
@@ -220,7 +246,7 @@ class _Estimator:
         marks = [0, *accumulate(len(layers) for layers in cut)]
         rank_needs = _RankNeeds(self._of(shape), shape, order)
         best = rank_needs(marks)
-        left, better = _MOST_MOVES, True
+        left, better = _MOST_MOVES // len(cut), True
         while better and left > 0:
             better = False
             for place, by in itertools.product(range(1, len(marks) - 1), (1, -1)):
@@ -258,10 +284,13 @@ class _RankNeeds:
 
 def _timed(walk: Walk, asked: Asked, configuration: Configuration) -> Iterator[Candidate]:
     """A cut under the leanest orders of every schedule that suits it."""
-    for name in _names(asked, configuration):
+    names = list(_names(asked, configuration))
+    if 2 * len(walk.job.stages) * configuration.num_microbatches > _FEW_ACTIONS:
+        names = [name for name in names if name in _LEAN] or names[:2]
+    for name in names:
         for warmup, schedule in _orders(walk, name, configuration):
             try:
-                timeline = simulate(walk, schedule)
+                timeline = simulate(walk, schedule, levels=False)
             except InputError:  # a warm-up that waits for ever
                 continue
             yield Candidate(configuration=configuration, job=walk.job, schedule=name, warmup=warmup, timeline=timeline)

@@ -14,7 +14,7 @@ from planner.errors import InputError, NothingFitsError
 from planner.graph import LayerGraph
 from planner.record import record
 from planner.schedules import Placement, shape_fault
-from planner.search.lean import leanest
+from planner.search.lean import leanest, least_need
 from planner.search.result import Candidate
 from planner.search.space import EVERY, Asked
 from planner.units import format_bytes
@@ -130,18 +130,29 @@ def _fitting(graph: LayerGraph, asked: Asked, limit: int) -> Candidate | None:
 
 
 def _more_gpus(graph: LayerGraph, asked: Asked, limit: int) -> int | None:
-    """The fewest GPUs that fit; None: not even one for each layer does, or the sizes asked for leave no room."""
+    """The fewest GPUs that fit; None: not even one for each layer does, or the sizes asked for leave no room.
+
+    By the estimate first; from there on up until a plan does fit.
+    """
     low, high = asked.gpus, max(asked.gpus, len(graph)) * min(asked.data or (1,)) * min(asked.tensor or (1,))
+    most = high
 
-    def fits(gpus: int) -> bool:
-        return _fitting(graph, dataclasses.replace(asked, gpus=gpus), limit) is not None
+    def asked_with(gpus: int) -> Asked:
+        return dataclasses.replace(asked, gpus=gpus)
 
-    if high <= low or not fits(high):
+    if high <= low or least_need(graph, asked_with(high)) > limit:
         return None
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return high
+        low, high = (low, middle) if least_need(graph, asked_with(middle)) <= limit else (middle, high)
+    step = 1
+    while high <= most:
+        if _fitting(graph, asked_with(high), limit) is not None:
+            return high
+        if high == most:
+            return None
+        high, step = min(high + step, most), 2 * step
+    return None
 
 
 def _enough(peak_bytes: int, reserve: float) -> str:
