@@ -61,7 +61,7 @@ def _other_schedules(shown: Overview) -> Iterator[Rival]:
             continue
         if check_schedule(schedule, num_microbatches=job.num_microbatches, wiring=Wiring.of(job.stages)).errors:
             continue
-        timeline = simulate(walk, schedule)
+        timeline = simulate(walk, schedule, levels=False)
         peak = max(use.peak_memory_bytes for use in timeline.ranks)
         yield Rival(
             name=f"same cut, {name.value}{' at its default warm-up' if depths else ''}",

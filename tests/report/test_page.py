@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from support.browser import chromium, opened, tooltip
 from support.command import pipeplan
-from support.plans import chain_profile, fresh_plan, save
+from support.plans import chain_profile, fresh_plan, plans, profiles, save
 
-from planner.plan import Plan, read_plan
+from planner.plan import Plan, read_plan, schedule_of
 from planner.plan.check import profile_of
 from planner.profile import Edge, EdgeTensor, Profile
+from planner.report.html import plan_page
 from planner.report.overview import Overview, overview_of
 from planner.report.palette import DARK, LIGHT
 from planner.report.trace import write_recording
@@ -454,3 +457,26 @@ def test_what_is_wrong_with_a_plan_stands_at_its_top(browser: Any, tmp_path: Pat
         assert any("does not fit" in notice for notice in notices)
         assert any("stale" in notice for notice in notices)
         assert page.locator("tr.bad").count() > 0
+
+
+@pytest.mark.slow
+def test_any_plan_is_drawn_and_reached_by_the_keyboard(browser: Any, tmp_path: Path) -> None:
+    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        profile = data.draw(profiles())
+        plan = data.draw(plans(profile))
+        (tmp_path / "page.html").write_text(plan_page(overview_of(plan, profile)))
+        with opened(browser, tmp_path / "page.html", width=data.draw(st.sampled_from([320, 390, 900, 1600]))) as page:
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+            page.locator("#schedule-predicted canvas").focus()
+            for key in ("ArrowRight", "ArrowDown", "End", "+", "-", "ArrowUp", "Home", "0"):
+                page.keyboard.press(key)
+            assert tooltip(page)[0].startswith(f"{schedule_of(plan)[0][0]} ")
+            page.locator("#layers canvas").focus()
+            page.keyboard.press("End")
+            assert tooltip(page)[0] == plan.stages[-1].layers[-1]
+            page.locator("#memory canvas").hover()
+            assert "rank 0" in tooltip(page)[1]
+
+    check()
