@@ -177,9 +177,9 @@ class _Leave(torch.autograd.Function):
 class _CrossEntropy(torch.autograd.Function):
     """Loss of each sample; the logits' last dimension is split over the ranks.
 
-    With m the largest logit and s the sum of exp(logit - m), over the classes of all ranks:
+    With l = log sum exp(logits) over the classes of all ranks, put together from those of each rank:
 
-        loss = log s - (1 - e) (logit of the target - m) - e (mean logit - m),   e: label smoothing
+        loss = l - (1 - e) · logit of the target - e · mean logit,   e: label smoothing
     """
 
     @staticmethod
@@ -191,28 +191,33 @@ class _CrossEntropy(torch.autograd.Function):
         collectives: Collectives,
     ) -> Tensor:
         first, classes, ignored, smoothing, dtype = settings
-        wide = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
-        shifted = wide - collectives.largest(wide.amax(-1).contiguous()).unsqueeze(-1)
+        exact = torch.float32 if logits.dtype in (torch.bfloat16, torch.float16) else logits.dtype
+        logs = torch.log_softmax(
+            logits, -1, dtype=exact
+        )  # in one kernel; its largest entry is exact where it is near 0
+        own = logits.amax(-1).to(exact) - logs.amax(-1)
+        largest = collectives.largest(own.clone())
         place = target - first
         here = (place >= 0) & (place < logits.shape[-1])
         place = place.clamp(0, logits.shape[-1] - 1).unsqueeze(-1)
-        of_target = shifted.gather(-1, place).squeeze(-1) * here
-        weights = shifted.exp()
-        parts = [weights.sum(-1), of_target, *([shifted.sum(-1)] if smoothing else [])]
+        of_target = logits.gather(-1, place).squeeze(-1).to(exact) * here
+        parts = [(own - largest).exp(), of_target, *([logits.sum(-1, dtype=exact)] if smoothing else [])]
         total, of_target, *of_all = collectives.summed(torch.stack(parts)).unbind()
-        loss = total.log() - (1 - smoothing) * of_target
+        whole = total.log() + largest
+        loss = whole - (1 - smoothing) * of_target
         if smoothing:
             loss = loss - smoothing / classes * of_all[0]
         counted = target != ignored
-        ctx.save_for_backward(weights.div_(total.unsqueeze(-1)), place, here & counted, counted)
-        ctx.share, ctx.smoothing = smoothing / classes, smoothing
-        ctx.dtype = logits.dtype
+        ctx.save_for_backward(logs, own - whole, place, here & counted, counted)
+        ctx.share, ctx.smoothing, ctx.dtype = smoothing / classes, smoothing, logits.dtype
         return torch.where(counted, loss, 0.0).to(dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        softmax, place, here, counted = ctx.saved_tensors
-        made = softmax - ctx.share if ctx.share else softmax.clone()
+        logs, shift, place, here, counted = ctx.saved_tensors
+        made = (logs + shift.unsqueeze(-1)).exp_()  # the softmax
+        if ctx.share:
+            made -= ctx.share
         made.scatter_add_(-1, place, (here.to(made.dtype) * (ctx.smoothing - 1)).unsqueeze(-1))
         made *= (gradient * counted).unsqueeze(-1)
         return made.to(ctx.dtype), None, None, None

@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.fx import Graph
 
-from planner.capture import Capture, capture, load_model_file
+from planner.capture import Capture, RandomKey, Stage, capture, load_model_file
 from planner.capture.shard import shard
 from planner.capture.shard_split import Shard, Split
 from planner.capture.shard_views import ways
 from planner.errors import InputError
 from tests.capture.pipelines import Pipeline, Trained, differences, even_cut, gpipe
 from tests.capture.real_models import REAL_MODELS
-from tests.capture.tensor_ranks import Step, gathered, largest_difference, trained
+from tests.capture.tensor_ranks import Gloo, Step, each_rank, gathered, largest_difference, trained
 from tests.capture.test_real_models import needs
 
 EXAMPLES = Path(__file__).parents[2] / "planner" / "examples"
@@ -237,6 +237,57 @@ def loss(output, target):
         torch.set_default_dtype(torch.float32)
     assert difference < 1e-12, where
     assert share_of(captured, 2) < 0.56
+
+
+class Counting(Gloo):
+    """Notes what passes: the bytes of each sum (a largest counts as one)."""
+
+    def __init__(self, group: Gloo) -> None:
+        self._group = group._group
+        self.bytes: list[int] = []
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        self.bytes.append(tensor.nbytes)
+        super().sum(tensor)
+
+    def max(self, tensor: torch.Tensor) -> None:
+        self.bytes.append(tensor.nbytes)
+        super().max(tensor)
+
+
+def test_forward_and_backward_input_exchange_what_is_told_and_backward_weight_nothing(tmp_path: Path) -> None:
+    captured = captured_of(tmp_path / "gpt.py", (EXAMPLES / "gpt.py").read_text().replace("BLOCKS = 12", "BLOCKS = 2"))
+
+    def work(group: Gloo, rank: int) -> list[list[int]]:
+        own = shard(captured, tensor=2, rank=rank)
+        counting = Counting(group)
+        assert own.sharding is not None
+        own.sharding.connect(counting)
+        (program,) = own.stages([[layer.name for layer in own.layers]])
+        stage = Stage(program, own.module, defer=False)
+        made = []
+        for action in (
+            lambda: stage.forward(0, *captured.batch, {}, RandomKey(0, 0, 0), split=True),
+            lambda: stage.backward_input(0, {}, 1.0),
+            lambda: stage.backward_weight(0),
+        ):
+            action()
+            made.append(list(counting.bytes))
+            counting.bytes.clear()
+        return made
+
+    told = shard(captured, tensor=2).sharding
+    assert told is not None
+    for forward, backward_input, backward_weight in each_rank(2, work):
+        for seen, rows in (
+            (forward, [layer.forward for layer in told.layers]),
+            (backward_input, [layer.backward_input for layer in told.layers]),
+        ):
+            assert (len(seen), sum(seen)) == (sum(row.count for row in rows), sum(row.bytes for row in rows))
+        assert backward_weight == []
+        # two sums a block each way, of [samples, words, width] in four bytes; one of words read, one before the head
+        assert sorted(forward)[-5:] == [2 * 64 * 128 * 4] * 5
+        assert backward_input == [2 * 64 * 128 * 4] * 5
 
 
 def test_a_model_without_linear_layers_cannot_be_split(tmp_path: Path) -> None:

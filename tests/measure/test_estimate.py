@@ -13,8 +13,9 @@ from torch import nn
 from planner.capture import Capture, capture, load_model_file
 from planner.cluster import DEVICE_MEMORY_BYTES
 from planner.errors import InputError
+from planner.measure import Asked
 from planner.measure.clock import CpuClock, time_calls
-from planner.measure.estimate import estimate_layers
+from planner.measure.estimate import estimate_layers, estimate_profile
 from planner.measure.roofline import ROOFS, STREAM, Estimator, Roof, known_device
 from planner.measure.timing import Timed
 from tests.measure.test_profiler import EXAMPLES, _copy, _measured
@@ -219,3 +220,41 @@ def test_seventy_billion_parameters_take_no_memory(tmp_path: Path) -> None:
     assert sum(layer.parameter_bytes for layer in captured.layers) == pytest.approx(2 * 69e9, rel=0.01)
     assert len(timed.layers) == len(held) == 83
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4e6
+
+
+def test_tensor_ranks_hold_and_exchange_what_can_be_counted_by_hand(tmp_path: Path) -> None:
+    """Blocks of 12 · width² weights and their biases; two sums a block, each way."""
+    width, tokens, words = 512, 2048, 50304
+    path = tmp_path / "decoder.py"
+    path.write_text(DECODER.format(width=width, heads=8, layers=3))
+    asked = Asked(
+        microbatch_sizes=(1,), device="cpu", granularity="block", neighbours=0, tensor=(1, 2, 4), estimate="a100-80gb"
+    )
+    profile = estimate_profile(load_model_file(path), asked, folder=tmp_path, progress=lambda what, done: None).profile
+    for size in (2, 4):
+        rows = [next(cost for cost in layer.costs if cost.tensor == size) for layer in profile.layers]
+        split = 12 * width**2 + 3 * width + 4 * width  # matrices, biases of the columns
+        block = split / size + (2 + 4) * width  # biases of the rows, norms
+        head = next(row for layer, row in zip(profile.layers, rows, strict=True) if layer.name == "head")
+        blocks = [row for layer, row in zip(profile.layers, rows, strict=True) if layer.name.startswith("blocks")]
+        assert sum(row.parameter_bytes or 0 for row in blocks) == 3 * 2 * block
+        assert head.parameter_bytes == 2 * words * width / size
+        sums = [row.collectives for row in blocks if row.collectives is not None]
+        assert sum(one.forward.count for one in sums) == sum(one.backward_input.count for one in sums) == 3 * 2
+        assert sum(one.forward.bytes for one in sums) == 3 * 2 * tokens * width * 2
+        for row, layer in zip(rows, profile.layers, strict=True):
+            assert layer.kind != "Linear" or row.backward_weight_s < layer.costs[0].backward_weight_s
+        told = {
+            module: how for layer in profile.layers for one in layer.splits or () for module, how in one.split.items()
+        }
+        assert (told["blocks.0.qkv"], told["blocks.0.out"], told["words"]) == ("column", "row", "vocabulary")
+
+
+def test_a_tensor_size_that_nothing_takes_is_left_out(tmp_path: Path) -> None:
+    path = _copy("unet", tmp_path)
+    asked = Asked(
+        microbatch_sizes=(1,), device="cpu", granularity="block", neighbours=0, tensor=(1, 2), estimate="a100-80gb"
+    )
+    made = estimate_profile(load_model_file(path), asked, folder=tmp_path, progress=lambda what, done: None)
+    assert "no layer can be split over 2 tensor ranks" in made.tensor_left_out[2]
+    assert {cost.tensor for layer in made.profile.layers for cost in layer.costs} == {1}
