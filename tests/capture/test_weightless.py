@@ -13,6 +13,7 @@ from planner.capture import Capture, capture, load_model_file
 from planner.capture.layers import Granularity
 from planner.errors import InputError
 from planner.examples import example_text
+from planner.measure.held import measure_held
 from tests.capture.real_models import REAL_MODELS
 
 MODELS = sorted(path.stem for path in (Path(__file__).parent / "models").glob("*.py"))
@@ -58,6 +59,22 @@ def test_the_layers_of_real_models_too(name: str, granularity: Granularity, tmp_
     path = tmp_path / f"real_{name}.py"
     path.write_text(REAL_MODELS[name] if name in REAL_MODELS else example_text(name))
     assert_same(*both(path, granularity))
+
+
+MORE = sorted((Path(__file__).parent / "more").glob("*.py"))
+"""Experts, state spaces, two encoders, windows, adapters, loops, arguments that are no tensors."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", MORE, ids=lambda path: path.stem)
+def test_models_of_more_kinds(path: Path) -> None:
+    """With weights and without they have the same layers, and all of these run, each alone."""
+    if "transformers" in path.read_text():
+        pytest.importorskip("transformers")
+    real, without = both(path)
+    assert [layer.name for layer in without.layers] == [layer.name for layer in real.layers]
+    assert without.fingerprint == real.fingerprint
+    assert len(measure_held(real)) == len(real.layers) >= 8
 
 
 LARGE = """
