@@ -39,7 +39,7 @@ from planner.search.exhaust import MOST_LAYERS, Exhaust
 from planner.search.figures import Figures
 from planner.search.incumbent import topological_orders
 from planner.search.job import job_of_cut
-from planner.search.lattice import Bools, Ints, Lattice, along
+from planner.search.lattice import Bools, Floats, Ints, Lattice, along
 from planner.search.lean import leanest
 from planner.search.orders import FUSED, SPLIT, Order, polished, time_cut
 from planner.search.passes import Passes
@@ -80,6 +80,14 @@ PHASES: Final = ((False, True, 0.4), (False, False, 0.5), (True, True, 0.9), (Tr
 """Whether ranks have several stages, whether all GPUs are used, and how much of the effort may be spent by then."""
 FIRST_PASSES: Final = (1.0, 0.6, 0.3)
 """Starts of the cuts with several stages a rank: the first stage of each rank against its others."""
+PASS_ACTIONS: Final = 200
+"""What sliding the windows over such a cut takes, in simulated actions for each stage."""
+SEARCH_ON: Final = 1.5
+"""Up to how many times the effort of the first looks is spent before and on searching on from random starts."""
+STARTS: Final = 12
+"""Random starts that one such cut is the best of."""
+NEAREST: Final = 3
+"""Configurations with several stages a rank that are searched on with the effort that is left."""
 FEEDBACKS: Final = 4
 """How often such a cut is made again with what its ranks were seen to wait."""
 
@@ -169,12 +177,12 @@ class _Search:
         state = self.state
         try:
             self._visit()
-            self._rescue()
+            if state.best is None:
+                state.best = self._leanest()
             self._settle_all()
+            self._search_on()
             self._polish()
             self._prove_depths()
-            if state.best is None:
-                state.best, state.complete = self._leanest(), False
             if not state.complete:
                 state.complete = self._exhaust()
             self._trim()
@@ -319,23 +327,6 @@ class _Search:
         if limit is not None and time.monotonic() - self.started > limit and self.state.best is not None:
             raise _OutOfTimeError
 
-    def _rescue(self) -> None:
-        """Where nothing that was looked at fits: all that is left, those that hold least first, until one does."""
-        state, items = self.state, self._items()
-        leanest = sorted(items, key=lambda item: (-item.configuration.pipeline, item.configuration.microbatch_size))
-        for item in leanest if state.best is None else ():
-            if item.configuration.virtual > 1:
-                continue
-            suffix = self.bounds.suffix(item.configuration, fused=item.fused)
-            if suffix is None:
-                self._look_along(item)
-            elif math.isfinite(suffix.bound_s):
-                for cut in itertools.islice(suffix.cuts(1e3 * suffix.bound_s, MOST_NODES), MOST_CUTS):
-                    if cut is not None and state.best is None:
-                        self._time_cut(item, self._names(cut, suffix.figures.lattice), cut.recompute, cut.bound_s)
-            if state.best is not None:
-                return
-
     # --- first looks --------------------------------------------------------------------------------------------------
 
     @staticmethod
@@ -376,13 +367,49 @@ class _Search:
             for again in self._recomputing(passes):
                 for first in FIRST_PASSES if configuration.pipeline > 1 else (1.0,):
                     marks = passes.better(passes.start(first, again), again)
-                    self.bounds.spent += 30 * passes.num_stages
+                    self.bounds.spent += PASS_ACTIONS * passes.num_stages
                     worth = passes.worth(marks, again)
                     made.append((worth, len(made), tuple(marks.tolist()), tuple(again.tolist()), passes))
         for worth, _, found, flags, passes in sorted(made, key=lambda entry: entry[:2])[:QUICK_CUTS]:
             if worth > state.best_s * (1 + _EQUAL) or (self._spent() > 0 and state.best is not None):
                 return
             self._feed_back(item, passes, np.array(found), np.array(flags))
+
+    def _search_on(self) -> None:
+        """With what effort is left: the nearest configurations with several stages a rank, from random starts."""
+        state, rng = self.state, np.random.default_rng(0)
+        items = {item.configuration: item for _, item in state.open_items if ScheduleName.SYNTHESISED in item.names}
+        found = sorted(state.per_configuration.values(), key=lambda one: one.iteration_s)
+        near = [one for one in found if one.configuration.virtual > 1 and one.configuration in items][:NEAREST]
+        order = list(range(len(self.graph)))
+        if not self.graph.is_chain:
+            order = next(iter(topological_orders(self.graph, 1)))
+        until = max(self.bounds.spent, SEARCH_ON * self.effort)
+        while near and self.bounds.spent < until and state.best is not None and not state.complete:
+            for one in near:
+                item, passes = (
+                    items[one.configuration],
+                    Passes(self.bounds.layers(one.configuration), one.configuration, order),
+                )
+                again = np.array([stage.recompute for stage in one.stages])
+                tries = []
+                for _ in range(STARTS):
+                    marks = passes.better(passes.at(self._targets(passes, rng)), again)
+                    self.bounds.spent += PASS_ACTIONS * passes.num_stages
+                    tries.append((passes.worth(marks, again), tuple(marks.tolist())))
+                worth, best = min(tries)
+                if worth < state.best_s and self._look_actions(item) < -self._spent():
+                    self._feed_back(item, passes, np.array(best), again)
+                else:
+                    self.bounds.spent += CUT_ACTIONS + 20 * len(self.graph)
+
+    @staticmethod
+    def _targets(passes: Passes, rng: np.random.Generator) -> Floats:
+        """Shares of the load at random: each pass over the ranks, and each stage of it, a little shorter or longer."""
+        shape = passes.configuration
+        each = rng.uniform(0.3, 1.2, shape.virtual).repeat(shape.pipeline)
+        targets: Floats = each * rng.uniform(0.8, 1.2, passes.num_stages)
+        return targets
 
     def _recomputing(self, passes: Passes) -> list[Bools]:
         """Which stages recompute: none or all as asked; where memory is short, the first so many, as it looks best."""

@@ -38,6 +38,8 @@ SPLIT: Final = (
     ScheduleName.SYNTHESISED,
 )
 _EQUAL: Final = 1e-9
+NEAR: Final = 0.03
+"""At first sight an order this near to its bound is not tried to be bettered by letting in fewer micro-batches."""
 _GREEDY_MOST: Final = 100_000
 """Actions up to which greedy orders are made under several rules; above, under one."""
 
@@ -207,11 +209,12 @@ def _greedy(walk: Walk, bound_s: float, trial: _Trial, *, quick: bool) -> Iterat
     windows: tuple[int | None, ...] = (None,)
     aheads: tuple[tuple[int, ...] | None, ...] = (None,)
     if limit is not None and len(job.stages) > job.num_ranks:
-        windows = _windows(walk)
+        windows = (None, *_windows(walk))
     elif limit is not None:
         aheads = tuple(_aheads(walk, slack) for slack in ((1,) if quick else (0, 1, 2)))
     for (split, turn, alternate), window, ahead in itertools.product(rules, windows, aheads):
-        if trial.best is not None and trial.best.iteration_s <= bound_s * (1 + _EQUAL):
+        near = NEAR if quick and window is not None else _EQUAL
+        if trial.best is not None and trial.best.iteration_s <= bound_s * (1 + near):
             return
         rule = Rule(
             split=split,
