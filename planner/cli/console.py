@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import textwrap
 from typing import Any
@@ -13,8 +14,18 @@ from rich.text import Text
 WIDEST = 100
 """Columns that sentences fill at most: longer lines are hard to read."""
 
-out = Console(highlight=False, soft_wrap=False)
-err = Console(stderr=True, highlight=False)
+
+class _Terminal(Console):
+    """A console that is done, and no fault, when its reader has seen enough (``| head``)."""
+
+    def on_broken_pipe(self) -> None:
+        """End the command quietly; what is still buffered goes nowhere."""
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(0)
+
+
+out = _Terminal(highlight=False, soft_wrap=False)
+err = _Terminal(stderr=True, highlight=False)
 
 
 def say(text: str, *, to: Console = out, indent: int = 0, style: str = "") -> None:

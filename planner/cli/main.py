@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 import traceback
+from pathlib import Path
 
 import typer
 from typer.exceptions import TyperException
@@ -46,6 +48,7 @@ for _command in app.registered_commands:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and end the process with 0, 1 (our bug), 2 (input), 3 (fits), 4 (run failed) or 130 (^C)."""
+    sys.stdout, sys.stderr = (stream or Path(os.devnull).open("w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115 - closed ones
     given = sys.argv[1:] if arguments is None else arguments
     debug = "--debug" in given
     words = [word for word in given if word != "--debug"] or ["--help"]

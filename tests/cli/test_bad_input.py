@@ -28,6 +28,7 @@ READERS = {
     "check": ["check", "{}"],
     "simulate": ["simulate", "{}"],
     "export": ["export", "{}", "--to", "torch-csv"],
+    "export torch": ["export", "{}", "--to", "torch"],
     "run": ["run", "{}"],
     "import pipedream": ["import", "{}", "--from", "pipedream", "--microbatch-size", "1"],
     "import dnn-partitioning": ["import", "{}", "--from", "dnn-partitioning"],

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import typer
 from support.command import pipeplan
+from support.plans import chain_profile, fresh_plan, save
 
 from planner.cli.main import app
 from planner.files import schema_of
@@ -103,11 +104,29 @@ def test_a_full_disk_is_one_line() -> None:
     assert answer.stderr.count("\n") == 1
 
 
-def test_a_closed_pipe_is_quiet() -> None:
+@pytest.mark.parametrize("words", ["schema plan", "simulate plan.yaml", "check plan.yaml", "show plan.yaml --all"])
+def test_a_closed_pipe_is_quiet(tmp_path: Path, words: str) -> None:
+    profile = chain_profile(60)
+    cut = [[layer.name] for layer in profile.layers]
+    save(fresh_plan(profile, cut, ranks=60), profile, tmp_path)
     made = subprocess.run(
-        f"{sys.executable} -m planner schema plan | head -1", shell=True, capture_output=True, text=True, check=False
-    )
-    assert made.stderr == ""
+        ["bash", "-c", f"{sys.executable} -m planner {words} | head -1; exit ${{PIPESTATUS[0]}}"],
+        capture_output=True, text=True, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert (made.stderr, made.returncode) == ("", 0)
+
+
+@pytest.mark.parametrize("closing", [">&-", "2>&-", ">&- 2>&-"])
+def test_closed_streams_are_no_fault(tmp_path: Path, closing: str) -> None:
+    profile = chain_profile(2)
+    save(fresh_plan(profile, [["block.0"], ["block.1"]], ranks=2), profile, tmp_path)
+    for words, code in (("check plan.yaml", 0), ("check none", 2), ("export plan.yaml --to torch-csv -o a.csv", 0)):
+        made = subprocess.run(
+            ["bash", "-c", f"{sys.executable} -m planner {words} {closing}"],
+            capture_output=True, text=True, check=False, cwd=tmp_path,
+        )  # fmt: skip
+        assert made.returncode == code, (words, made)
+        assert "bug" not in made.stderr
 
 
 def test_debug_shows_the_traceback() -> None:
