@@ -14,7 +14,7 @@ from planner.report.bubble import bubble_of
 from planner.report.contest import best_by_schedule, contenders, frontier
 from planner.report.plans import candidates_table, legend, others, plans_table, span_of, stages_table, table
 from planner.schedules import ScheduleName
-from planner.search import Found
+from planner.search import Candidate, Found
 from planner.units import format_bytes, format_seconds
 
 _MOST_BOUNDARIES = 10
@@ -47,6 +47,7 @@ def explained(found: Found) -> Iterator[RenderableType]:
     every = contenders(found)
     yield _heading("The best found under each schedule")
     yield candidates_table(found, best_by_schedule(found, every), first="schedule")
+    yield from _tensor_sizes(found)
     yield _heading("Time against memory, of the plans looked at")
     yield candidates_table(found, frontier(found, every), first="plan")
 
@@ -56,6 +57,7 @@ def why(found: Found) -> Iterator[str]:
     yield _headline(found)
     yield from _proof(found)
     yield from _advice(found)
+    yield from _tensor(found)
     yield _bottleneck(found)
     yield from _against_baselines(found)
 
@@ -65,11 +67,12 @@ def _headline(found: Found) -> str:
     rate = found.asked.global_batch / best.iteration_s if best.iteration_s else 0.0
     depth = f", warm-up {_depths(best.warmup)}" if best.warmup else ""
     copies = f"{shape.data} replicas of " if shape.data > 1 else ""
+    split = f" of {shape.tensor} tensor ranks" if shape.tensor > 1 else ""
     each = f", {shape.virtual} a rank ({shape.placement.value})" if shape.virtual > 1 else ""
     again = sum(stage.recompute for stage in best.stages)
     recompute = f", {again} of them recompute" if again else ""
     return (
-        f"{counted(shape.gpus, 'GPU')}: {copies}{counted(len(best.stages), 'stage')}{each}{recompute}, "
+        f"{counted(shape.gpus, 'GPU')}: {copies}{counted(len(best.stages), 'stage')}{split}{each}{recompute}, "
         f"{counted(shape.num_microbatches, 'micro-batch', 'es')} of {shape.microbatch_size}, {best.schedule.value}"
         f"{depth}: {format_seconds(best.iteration_s)} an iteration, {rate:.4g} samples/s"
     )
@@ -123,6 +126,41 @@ def _advice(found: Found) -> Iterator[str]:
         yield f"plain data parallel is faster{than or ' than a pipeline'}; this plan is that, and runs as it is"
     elif shape.gpus == 1 < asked.gpus:
         yield f"one GPU alone is faster{than or ' than a pipeline'}; this plan is that, and runs as it is"
+
+
+def _by_tensor(found: Found) -> dict[int, Candidate]:
+    """The fastest plan found with each number of tensor ranks."""
+    best: dict[int, Candidate] = {}
+    for candidate in sorted((found.best, *found.alternatives), key=lambda one: one.iteration_s):
+        best.setdefault(candidate.configuration.tensor, candidate)
+    return best
+
+
+def _tensor(found: Found) -> Iterator[str]:
+    """What splitting layers over tensor ranks buys, or would cost."""
+    best = _by_tensor(found)
+    size, whole = found.best.configuration.tensor, best.get(1)
+    other = whole if size > 1 else next((one for split, one in sorted(best.items()) if split > 1), None)
+    if other is not None:
+        much = other.iteration_s / found.best.iteration_s if found.best.iteration_s else 1.0
+        held = f"{format_bytes(found.best.peak_memory_bytes)} on the fullest GPU against"
+        than = f"the best found with T = {other.configuration.tensor}"
+        yield f"T = {size}: {much:.3g} times as fast as {than}, {held} {format_bytes(other.peak_memory_bytes)}"
+    elif size > 1:
+        yield f"T = {size}: no plan that leaves layers whole (T = 1) was found that fits and comes near"
+
+
+def _tensor_sizes(found: Found) -> Iterator[RenderableType]:
+    """The best plan for each number of tensor ranks, where there are several to choose from."""
+    asked, best = found.asked.tensor, _by_tensor(found)
+    sizes = sorted({size for _, size in found.graph.rows() if asked is None or size in asked})
+    if len(sizes) < 2:
+        return
+    yield _heading("The best found with each number of tensor ranks")
+    yield candidates_table(found, [best[size] for size in sizes if size in best], first="schedule")
+    for size in sizes:
+        if size not in best:
+            yield Text(f"T = {size}: none was timed: its bound lies past the best, none fits, or GPUs are too few")
 
 
 def _bottleneck(found: Found) -> str:

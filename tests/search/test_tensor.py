@@ -9,8 +9,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+from io import StringIO
 
 import pytest
+from rich.console import Console
 from support.brute_force import NAMES, fitting_s, jobs, schedules, shapes
 from support.random_profiles import random_cluster, random_profile
 
@@ -18,8 +20,10 @@ from planner.cluster import Cluster, resolve
 from planner.errors import InputError, NothingFitsError
 from planner.graph import LayerGraph
 from planner.profile import Collective, Collectives, Cost, Layer, Profile
+from planner.report.explain import told
 from planner.search import Asked, Found, solve
 from planner.simulate import Walk
+from planner.units import format_seconds
 
 TENSOR = (1, 2, 4)
 
@@ -144,3 +148,23 @@ def _check_that_nothing_is_faster(rng: random.Random, found: Found, profiles: di
                 took = fitting_s(walk, schedule, math.inf)
                 assert took >= best_s * (1 - 1e-9), (size, shape, name)
                 assert took >= found.bound_s * (1 - 1e-9), (size, shape, name)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_answer_sets_the_tensor_sizes_side_by_side(seed: int) -> None:
+    rng = random.Random(seed)
+    profile = with_tensor_rows(rng, random_profile(rng, chain=True, most_layers=5))
+    cluster = resolve(dataclasses.replace(random_cluster(rng, memory=None), gpus_per_node=4), profile)
+    found = solve(profile, Asked(gpus=4, global_batch=8, cluster=cluster, virtual=(1,), data=(1,), schedules=NAMES))
+    console = Console(width=80, file=StringIO())
+    for part in told(found, explain=True):
+        console.print(part)
+    assert isinstance(console.file, StringIO)
+    _, _, text = console.file.getvalue().partition("The best found with each number of tensor ranks")
+    assert text
+    for size in TENSOR:
+        every = [one for one in (found.best, *found.alternatives) if one.configuration.tensor == size]
+        if every:
+            assert format_seconds(min(one.iteration_s for one in every)) in text
+        else:
+            assert f"T = {size}: none was timed" in text
