@@ -51,7 +51,7 @@ def run(
     """Train as a plan says, one process a GPU, and set what was measured beside what was predicted."""
     from planner.cli.simulate import warn_if_stale
     from planner.errors import InputError, RunError
-    from planner.files import check_writable, plain
+    from planner.files import check_replaceable, check_writable, plain
     from planner.plan import read_plan
     from planner.plan.check import check_plan, profile_of
     from planner.report.trace import write_recording
@@ -80,6 +80,7 @@ def run(
             err.print(f"remark: does not fit: {overflow}", markup=False, soft_wrap=True)
     if trace is not None:
         check_writable(trace)
+        check_replaceable(trace, "pipeplan-trace", option="--trace")
     found = newest(checkpoint) if checkpoint and resume else None
     with _Progress(steps, said.batch.global_batch, log, start=step_of(found) if found else 0) as progress:
         try:
@@ -192,6 +193,7 @@ def _show(outcome: Outcome) -> None:
     """Predicted beside measured, and what to do about it."""
     from rich.table import Table
 
+    from planner.report.summary import percent
     from planner.units import format_bytes, format_seconds
 
     result, predicted = outcome.result, outcome.result.predicted
@@ -200,16 +202,16 @@ def _show(outcome: Outcome) -> None:
         table.add_column(name, justify="left" if not name else "right")
 
     def row(name: str, foretold: float | None, measured: float, show: Any) -> None:
-        off = f"{measured / foretold - 1:+.1%}" if foretold else ""
+        off = percent(measured / foretold - 1, signed=True) if foretold else ""
         table.add_row(name, "" if foretold is None else show(foretold), show(measured), off)
 
     if outcome.measured is None:
         out.print(f"{outcome.advice}; weights {result.weights_sha256[:12]}", soft_wrap=True)
         return
     row("iteration", predicted.iteration_s if predicted else None, outcome.measured.iteration_s, format_seconds)
-    bubble = outcome.measured.bubble_fraction
-    foretold_bubble = "" if predicted is None else f"{predicted.bubble_fraction:.1%}"
-    table.add_row("bubble", foretold_bubble, f"{bubble:.1%}", "")
+    idle = outcome.measured.bubble_fraction
+    foretold_idle = "" if predicted is None else percent(predicted.bubble_fraction)
+    table.add_row("idle", foretold_idle, percent(idle), "")
     for rank in result.ranks:
         foretold = predicted.ranks[rank.rank] if predicted else None
         row(f"rank {rank.rank} busy", foretold.busy_s if foretold else None, rank.busy_s, format_seconds)

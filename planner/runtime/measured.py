@@ -21,8 +21,8 @@ from planner.units import format_seconds
 
 NEAR = 0.05
 """Measured within this of planned is as planned."""
-_LEAST_S = 1e-12
-"""Instead of nothing, where collectives were planned to take longer than the whole action took."""
+_LEAST = 0.01
+"""Of the action's time is left to the layers, where collectives were planned to take as long as all of it."""
 
 
 @record
@@ -80,7 +80,7 @@ def differences(
     found = []
     for stage, measured in zip(plan.stages, stages, strict=True):
         words = [
-            f"{name} {abs(off):.0%} {'longer' if off > 0 else 'shorter'}"
+            f"{name} {100 * abs(off):.0f} % {'longer' if off > 0 else 'shorter'}"
             for name, planned_s, seconds in (
                 ("F", stage.forward_s, measured.forward_s),
                 ("backward", stage.backward_input_s + stage.backward_weight_s, measured.backward_s),
@@ -97,7 +97,7 @@ def differences(
             longer = "longer" if off > 0 else "shorter"
             found.append(
                 f"links and optimizer: with its stages as measured the plan would take {format_seconds(foretold_s)}; "
-                f"the iteration took {abs(off):.0%} {longer}"
+                f"the iteration took {100 * abs(off):.0f} % {longer}"
             )
     return tuple(found)
 
@@ -191,7 +191,7 @@ class _Factors:
 
         def factor(seconds: float, planned_s: float, layers_s: float) -> tuple[float, float]:
             collectives_s = planned_s - layers_s  # between tensor ranks: the stage has them, the layers' rows do not
-            own_s = max(_LEAST_S, seconds - collectives_s)
+            own_s = max(_LEAST * seconds, seconds - collectives_s)
             return (own_s / layers_s, 0.0) if layers_s else (0.0, own_s / len(rows))
 
         forward = factor(measured.forward_s, stage.forward_s, sum(row.forward_s for row in rows))

@@ -159,7 +159,7 @@ def _advice(plan: Plan, result: RunResult, measured: Measured | None, *, crowded
     extra = memory.peak_memory_bytes / max(1, predicted.ranks[memory.rank].peak_memory_bytes) - 1
     if abs(over) <= NEAR:
         if extra > NEAR:
-            return f"time as predicted; rank {memory.rank} held {extra:.0%} more memory: leave a larger reserve"
+            return f"time as predicted; rank {memory.rank} held {100 * extra:.0f} % more memory: leave a larger reserve"
         return "as predicted, nothing to do"
     if crowded:
         return "processes outnumber cores here, so times mean little: run on as many cores or GPUs as ranks"
@@ -172,13 +172,13 @@ def _advice(plan: Plan, result: RunResult, measured: Measured | None, *, crowded
     if abs(most) > NEAR:
         word = "longer" if most > 0 else "shorter"
         return (
-            f"rank {rank} computes {abs(most):.0%} {word} than predicted: profile on this machine as it is now "
+            f"rank {rank} computes {100 * abs(most):.0f} % {word} than predicted: profile on this machine as it is now "
             f"(pipeplan profile {plan.model.name}.py --fresh), or keep what a run measures (--save-profile), and solve "
             "again"
         )
     if over > 0:
         return (
-            f"computing takes as long as predicted, but the iteration {over:.0%} longer: links or the optimizer are "
-            "slower than in the plan; measure them again (pipeplan profile), or name them in a cluster file"
+            f"computing takes as long as predicted, but the iteration {100 * over:.0f} % longer: links or the "
+            "optimizer are slower than planned; measure them again (pipeplan profile), or name them in a cluster file"
         )
-    return f"the iteration is {-over:.0%} shorter than predicted: profile again for a tighter plan"
+    return f"the iteration is {100 * -over:.0f} % shorter than predicted: profile again for a tighter plan"

@@ -79,7 +79,7 @@ def test_the_report_reads_at_80_columns(plan: Plan, tmp_path: Path) -> None:
     done = pipeplan("plan.yaml", "--steps", "2", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert max(map(len, done.stdout.splitlines())) <= 80
-    for words in ("iteration", "bubble", "rank 0 busy", "rank 1 peak memory", "pipeplan check --write"):
+    for words in ("iteration", "idle", "rank 0 busy", "rank 1 peak memory", "pipeplan check --write"):
         assert words in done.stdout
 
 

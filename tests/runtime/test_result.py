@@ -77,7 +77,7 @@ def measured(plan: Plan, *, slower: float = 1.0, busier: float = 1.0, crowded: b
 
 def test_what_to_do_about_it() -> None:
     assert measured(PLAN).advice == "as predicted, nothing to do"
-    assert "computes 30% longer than predicted" in measured(PLAN, slower=1.3, busier=1.3).advice
+    assert "computes 30 % longer than predicted" in measured(PLAN, slower=1.3, busier=1.3).advice
     assert "links or the optimizer are slower" in measured(PLAN, slower=1.2).advice
     assert "outnumber cores" in measured(PLAN, slower=1.2, crowded=True).advice
     assert "no prediction" in measured_without(PLAN).advice
