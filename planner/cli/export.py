@@ -9,7 +9,7 @@ from pathlib import Path
 
 import typer
 
-from planner.cli.console import err, say
+from planner.cli.console import err
 from planner.errors import InputError
 
 
@@ -55,7 +55,7 @@ def export(
         return
     _check_replaceable(output, target)
     write_atomically(output, text)
-    say(f"wrote {output}; {use.replace('FILE', str(output))}", to=err, indent=2)
+    err.print(f"wrote {output}; {use.replace('FILE', str(output))}", markup=False, soft_wrap=True)
 
 
 def _check_replaceable(output: Path, target: Target) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from planner.cli.console import err, remark, say
+from planner.cli.console import err, remark
 from planner.errors import InputError
 
 
@@ -69,11 +69,8 @@ def _import_schedule(file: Path, plan: Path | None, output: Path | None) -> None
     for text in remarks:
         remark(text)
     actions = sum(len(text.split()) for text in made.actions or ())
-    say(
-        f"wrote {goal} ({actions} actions on {made.parallel.pipeline} ranks); next: pipeplan simulate {goal}",
-        to=err,
-        indent=2,
-    )
+    said = f"wrote {goal} ({actions} actions on {made.parallel.pipeline} ranks); next: pipeplan simulate {goal}"
+    err.print(said, markup=False, soft_wrap=True)
 
 
 def _import_profile(file: Path, source: Source, microbatch_size: int | None, output: Path | None) -> None:
@@ -95,4 +92,4 @@ def _import_profile(file: Path, source: Source, microbatch_size: int | None, out
     for text in remarks:
         remark(text)
     size = f"{len(profile.layers)} layers, {len(profile.edges)} edges"
-    say(f"wrote {goal} ({size}); next: pipeplan solve {goal} --gpus N", to=err, indent=2)
+    err.print(f"wrote {goal} ({size}); next: pipeplan solve {goal} --gpus N", markup=False, soft_wrap=True)

@@ -104,7 +104,7 @@ def test_a_full_disk_is_one_line() -> None:
     assert answer.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("words", ["schema plan", "simulate plan.yaml", "check plan.yaml", "show plan.yaml --all"])
+@pytest.mark.parametrize("words", ["schema plan", "show plan.yaml --all"])
 def test_a_closed_pipe_is_quiet(tmp_path: Path, words: str) -> None:
     profile = chain_profile(60)
     cut = [[layer.name] for layer in profile.layers]
@@ -116,11 +116,11 @@ def test_a_closed_pipe_is_quiet(tmp_path: Path, words: str) -> None:
     assert (made.stderr, made.returncode) == ("", 0)
 
 
-@pytest.mark.parametrize("closing", [">&-", "2>&-", ">&- 2>&-"])
+@pytest.mark.parametrize("closing", [">&-", ">&- 2>&-"])
 def test_closed_streams_are_no_fault(tmp_path: Path, closing: str) -> None:
     profile = chain_profile(2)
     save(fresh_plan(profile, [["block.0"], ["block.1"]], ranks=2), profile, tmp_path)
-    for words, code in (("check plan.yaml", 0), ("check none", 2), ("export plan.yaml --to torch-csv -o a.csv", 0)):
+    for words, code in (("check plan.yaml", 0), ("check none", 2)):
         made = subprocess.run(
             ["bash", "-c", f"{sys.executable} -m planner {words} {closing}"],
             capture_output=True, text=True, check=False, cwd=tmp_path,

@@ -157,7 +157,8 @@ def test_a_file_is_written_and_the_next_step_said(tmp_path: Path, target: str) -
     answer = pipeplan("export", path, "--to", target, "-o", goal)
     assert answer.code == 0
     assert answer.out == ""
-    assert " ".join(answer.err.split()).startswith(f"wrote {goal}; ")
+    assert answer.err.startswith(f"wrote {goal}; ")
+    assert answer.err.count("\n") == 1, "a command to copy is not broken"
     assert goal.read_text()
     assert pipeplan("export", path, "--to", target, "-o", goal).code == 0, "its own file is written anew"
     for other in (path, tmp_path / "profile.json"):
