@@ -82,6 +82,18 @@ def test_the_readme_names_every_command_and_option_that_there_is_and_no_other() 
         assert set(re.findall(r"--[a-z-]+", said)) <= {word for one in parameters for word in one.opts}, name
 
 
+def test_every_command_that_the_readme_shows_is_one() -> None:
+    text = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+    shown = re.findall(r"^    pipeplan (\w+)([^#\n]*)", text, re.MULTILINE) + re.findall(
+        r"`pipeplan (\w+)([^`]*)`", text
+    )
+    assert len(shown) > 10
+    for name, words in shown:
+        if name != "COMMAND":
+            parameters = typer.main.get_command(app).commands[name].params  # type: ignore[attr-defined]
+            assert set(re.findall(r"--[a-z-]+", words)) <= {word for one in parameters for word in one.opts}, name
+
+
 def test_a_schema_is_one_json_document() -> None:
     answer = pipeplan("schema", "profile")
     assert json.loads(answer.out) == schema_of(Profile)
