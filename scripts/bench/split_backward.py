@@ -124,6 +124,7 @@ def compare_splits(rounds: int) -> Table:
                 gc.collect()
                 forward, _ = _timed(lambda side=side: side.forward(split=False))  # type: ignore[misc]
                 whole, _ = _timed(side.whole)
+                side.clear()  # the first gradients are taken as they are, later ones are added: both start from nothing
                 side.forward(split=True)
                 by_input, _ = _timed(side.by_input)
                 by_weight, _ = _timed(side.by_weight)
