@@ -329,7 +329,7 @@ def check_writable(path: Path) -> None:
         raise InputError(f"{path}: cannot be written ({folder} {fault})", hint="check the path and its rights")
 
 
-def check_replaceable(path: Path, format_name: str) -> None:
+def check_replaceable(path: Path, format_name: str, *, option: str = "-o") -> None:
     """Raises InputError where a file that is not of this format (e.g. ``pipeplan-plan``) would be overwritten."""
     try:
         with path.open("rb") as file:
@@ -337,7 +337,7 @@ def check_replaceable(path: Path, format_name: str) -> None:
     except OSError:
         return  # there is none, or writing says what is wrong
     if start and f"{format_name}/".encode() not in start:
-        raise InputError(f"{path}: is there and is no {format_name} file", hint="name another file with -o")
+        raise InputError(f"{path}: is there and is no {format_name} file", hint=f"name another file with {option}")
 
 
 def schema_of(kind: type[Any]) -> dict[str, Any]:

@@ -38,6 +38,7 @@ def show(
     json: bool = typer.Option(False, "--json", help="Print all figures as one JSON document."),
 ) -> None:
     """Show a plan (its stages, its schedule, its memory, what it loses and where) or a profile (its layers)."""
+    _check_outputs(html=html, svg=svg, trace=trace)
     if _is_profile(path):
         if any(option is not None for option in (svg, trace, measured)):
             raise InputError(f"{path}: a profile has no schedule", hint="solve it, and show the plan")
@@ -68,6 +69,17 @@ def show(
     from planner.report.summary import plan_summary
 
     _print(plan_summary(shown, width=_width(), everything=everything))
+
+
+def _check_outputs(**outputs: Path | None) -> None:
+    """Raises InputError where a file cannot be written, or another than one that show wrote would be overwritten."""
+    from planner.files import check_replaceable, check_writable
+
+    formats = {"html": "pipeplan-page", "svg": "pipeplan-picture", "trace": "pipeplan-trace"}
+    for option, output in outputs.items():
+        if output is not None:
+            check_writable(output)
+            check_replaceable(output, formats[option], option=f"--{option}")
 
 
 def _is_profile(path: Path) -> bool:

@@ -46,7 +46,7 @@ def schedule_svg(shown: Overview) -> str:
     )
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img" '
-        f'font-size="12"><title>{title}</title><style>{_STYLE}</style>',
+        f'font-size="12"><!-- pipeplan-picture/1 --><title>{title}</title><style>{_STYLE}</style>',
         f'<rect class="ground" width="{_WIDTH}" height="{height}" rx="10"/>',
         f'<text class="title" x="14" y="26">{title}</text>',
         f'<text class="dim" x="14" y="44">{escape(f"{words}; {bound_words(shown)}")}</text>',

@@ -28,6 +28,7 @@ from planner.runtime.recording import Recording
 from planner.schedules import Action, Letter, parse_action
 from planner.simulate import Passage, Timeline
 
+FORMAT: Final = "pipeplan-trace/1"
 PREDICTED: Final = "predicted"
 MEASURED: Final = "measured"
 
@@ -227,7 +228,7 @@ def _write(path: Path, events: list[_Event], plan: Plan, recording: Recording | 
     timed.sort(key=lambda event: (event["ts"], _PHASES[event["ph"]], -event.get("dur", 0.0)))
     document: dict[str, Any] = {
         "displayTimeUnit": "ms",
-        "otherData": {"model": plan.model.name, "schedule": plan.schedule.name.value, "made by": "pipeplan"},
+        "otherData": {"format": FORMAT, "model": plan.model.name, "schedule": plan.schedule.name.value},
         "traceEvents": [*named.values(), *timed],
     }
     if recording is not None:

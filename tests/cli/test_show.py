@@ -231,6 +231,22 @@ def test_a_size_that_was_not_measured_is_refused(tmp_path: Path) -> None:
     assert "--microbatch is for profiles" in refused(pipeplan("show", path, "--microbatch", "1"))
 
 
+@pytest.mark.parametrize("option", ["--html", "--svg", "--trace"])
+def test_only_what_show_wrote_is_written_over(tmp_path: Path, option: str) -> None:
+    path, output = _plan(tmp_path, 4, 2), tmp_path / "output"
+    for file in (path, tmp_path / "profile.json"):
+        before = file.read_bytes()
+        assert f"name another file with {option}" in refused(pipeplan("show", path, option, file))
+        assert file.read_bytes() == before
+    for _ in range(2):
+        assert pipeplan("show", path, option, output).code == 0
+    written = output.read_bytes()
+    for other in {"--html", "--svg", "--trace"} - {option}:
+        assert f"name another file with {other}" in refused(pipeplan("show", path, other, output))
+    assert output.read_bytes() == written
+    assert "is a folder" in refused(pipeplan("show", path, option, tmp_path))
+
+
 def test_no_torch_is_imported(tmp_path: Path) -> None:
     path = _plan(tmp_path, 4, 2)
     code = (
