@@ -17,6 +17,7 @@ from planner.graph import LayerGraph
 from planner.schedules import Action, Letter, Placement, Schedule, Wiring, ranks_of
 from planner.search.bound import cut_bound
 from planner.search.cheap import Totals, cheap_bound
+from planner.search.chunks import stages_bound
 from planner.search.figures import Figures, LayerFigures
 from planner.search.lattice import along, lattice_of
 from planner.search.proof import prove
@@ -234,6 +235,39 @@ def test_with_several_stages_a_rank_the_ilp_bounds_every_cut(seed: int, fused: b
     for relaxed in (False, True):
         solved = prove(case.layers, shape, virtual=virtual, placement=placement, relaxed=relaxed)
         assert solved.bound <= least * (1 + 1e-6)
+
+
+@given(seed=SEEDS)
+@settings(max_examples=60, deadline=None)
+def test_no_order_that_fits_is_faster_than_what_totals_say(seed: int) -> None:
+    """Loop and V, replicas, recompute, memory: the bounds from totals, and the linear program over stages."""
+    case = Case(seed)
+    rng = case.rng
+    virtual, placement = rng.choice(((1, Placement.LOOP), (2, Placement.LOOP), (2, Placement.V), (3, Placement.LOOP)))
+    ranks = max(1, min(case.ranks, len(case.graph) // virtual))
+    if ranks * virtual > len(case.graph):
+        return
+    configuration = Configuration(
+        pipeline=ranks,
+        data=case.data,
+        tensor=1,
+        virtual=virtual,
+        placement=placement,
+        microbatch_size=case.size,
+        num_microbatches=case.count,
+    )
+    totals = Totals(case.layers, case.cluster, recompute_word(case.recompute))
+    bounds = {}
+    for fused in (False, True):
+        bounds[fused] = cheap_bound(totals, configuration, fused=fused)
+        if totals.chain and totals.returns:
+            bounds[fused] = max(bounds[fused], stages_bound(totals, configuration, fused=fused))
+    homes = list(ranks_of(ranks, virtual, placement))
+    for cut in itertools.islice(all_cuts(case.graph, ranks * virtual), 12):
+        job = case.job(cut, homes, [rng.choice(case.recompute) for _ in cut])
+        for split in (True, False):
+            seconds = fits(job, random_order(rng, job, split=split))
+            assert seconds >= bounds[not split] * (1 - 1e-6)
 
 
 def rows_only(suffix: SuffixBound) -> float:
