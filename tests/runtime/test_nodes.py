@@ -1,0 +1,77 @@
+"""Two launchers, each in a network namespace of its own: as on two machines, one address is all they have."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.runs import EVERYTHING, plan_of, run
+
+from planner.plan import write_plan
+
+ADDRESSES = ("10.231.77.1", "10.231.77.2")
+PATIENCE_S = 240
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=60)
+
+
+@pytest.fixture
+def namespaces() -> Iterator[list[str]]:
+    """Two network namespaces with one cable between them."""
+    if shutil.which("ip") is None or not hasattr(os, "geteuid") or os.geteuid():
+        pytest.skip("needs root and the command ip")
+    names = [f"pipeplan{number}-{os.getpid()}" for number in (0, 1)]
+    try:
+        try:
+            for name in names:
+                _ip("netns", "add", name)
+            ends = [f"pp{number}x{os.getpid() % 100_000}" for number in (0, 1)]
+            _ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
+            for name, end, address in zip(names, ends, ADDRESSES, strict=True):
+                _ip("link", "set", end, "netns", name)
+                for words in (["addr", "add", f"{address}/24", "dev", end], ["link", "set", end, "up"]):
+                    _ip("-n", name, *words)
+                _ip("-n", name, "link", "set", "lo", "up")
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+@pytest.mark.slow
+def test_two_launchers_that_share_nothing_but_a_cable(namespaces: list[str], tmp_path: Path) -> None:
+    plan = plan_of(EVERYTHING, num_ranks=2)
+    path = tmp_path / "plan.yaml"
+    write_plan(plan, path)
+    started = [
+        subprocess.Popen(
+            [
+                "ip", "netns", "exec", name, sys.executable, "-m", "planner", "run", str(path), "--steps", "3",
+                "--json", "--nnodes", "2", "--node-rank", str(rank), "--rdzv-endpoint", f"{ADDRESSES[0]}:29500",
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, name in enumerate(namespaces)
+    ]  # fmt: skip
+    try:
+        told = [process.communicate(timeout=PATIENCE_S) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0, 0], told
+    (first, _), (second, words) = told
+    assert second == ""
+    assert "node 0 tells the result" in words
+    assert json.loads(first)["weights_sha256"] == run(plan, tmp_path, steps=3).result.weights_sha256
