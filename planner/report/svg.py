@@ -9,7 +9,7 @@ from xml.sax.saxutils import escape
 from planner.errors import InputError
 from planner.report.overview import Overview
 from planner.report.palette import DARK, LIGHT, css_variables
-from planner.report.summary import bound_words, percent, shape_words
+from planner.report.summary import bound_words, percent, provenance_words, shape_words
 from planner.schedules import Action, Letter
 from planner.units import format_seconds
 
@@ -44,6 +44,8 @@ def schedule_svg(shown: Overview) -> str:
     words = (
         f"{format_seconds(shown.timeline.iteration_s)} an iteration, {percent(shown.predicted.bubble_fraction)} idle"
     )
+    if shown.profile.provenance != "measured":
+        words += f"; {provenance_words(shown.profile)}"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img" '
         f'font-size="12"><!-- pipeplan-picture/1 --><title>{title}</title><style>{_STYLE}</style>',

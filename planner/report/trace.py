@@ -228,7 +228,12 @@ def _write(path: Path, events: list[_Event], plan: Plan, recording: Recording | 
     timed.sort(key=lambda event: (event["ts"], _PHASES[event["ph"]], -event.get("dur", 0.0)))
     document: dict[str, Any] = {
         "displayTimeUnit": "ms",
-        "otherData": {"format": FORMAT, "model": plan.model.name, "schedule": plan.schedule.name.value},
+        "otherData": {
+            "format": FORMAT,
+            "costs": plan.profile.provenance,
+            "model": plan.model.name,
+            "schedule": plan.schedule.name.value,
+        },
         "traceEvents": [*named.values(), *timed],
     }
     if recording is not None:

@@ -50,6 +50,17 @@ def test_it_stands_alone_and_names_are_text(tmp_path: Path) -> None:
     assert "prefers-color-scheme: dark" in text
 
 
+def test_estimates_are_said_on_every_output(tmp_path: Path) -> None:
+    profile = dataclasses.replace(chain_profile(2), provenance="estimated")
+    path = save(fresh_plan(profile, [["block.0"], ["block.1"]], ranks=2), profile, tmp_path)
+    outputs = {option: tmp_path / option for option in ("html", "svg", "trace")}
+    words = [word for option, output in outputs.items() for word in (f"--{option}", output)]
+    assert "estimated" in pipeplan("show", path, *words).out.lower()
+    for output in outputs.values():
+        assert "estimate" in output.read_text().lower(), output.name
+    assert '"provenance": "estimated"' in pipeplan("show", path, "--json").out
+
+
 def test_what_a_picture_cannot_show_is_refused(tmp_path: Path) -> None:
     profile = chain_profile(2)
     path = save(fresh_plan(profile, [["block.0"], ["block.1"]], ranks=2, microbatches=2000), profile, tmp_path)
