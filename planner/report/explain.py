@@ -150,6 +150,9 @@ def _tensor(found: Found) -> Iterator[str]:
         yield f"T = {size}: no plan that leaves layers whole (T = 1) was found that fits and comes near"
 
 
+_UNTIMED = ": its bound lies past the best, none fits, or GPUs are too few"
+
+
 def _tensor_sizes(found: Found) -> Iterator[RenderableType]:
     """The best plan for each number of tensor ranks, where there are several to choose from."""
     asked, best = found.asked.tensor, _by_tensor(found)
@@ -160,7 +163,7 @@ def _tensor_sizes(found: Found) -> Iterator[RenderableType]:
     yield candidates_table(found, [best[size] for size in sizes if size in best], first="schedule")
     for size in sizes:
         if size not in best:
-            yield Text(f"T = {size}: none was timed: its bound lies past the best, none fits, or GPUs are too few")
+            yield Text(f"T = {size}: none was timed{_UNTIMED if not found.interrupted else ' before the search ended'}")
 
 
 def _bottleneck(found: Found) -> str:

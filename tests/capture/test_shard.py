@@ -49,13 +49,13 @@ def share_of(captured: Capture, tensor: int) -> float:
 
 
 def test_two_ranks_train_gpt_as_one_process_and_alike_in_any_cut(tmp_path: Path) -> None:
-    text = (EXAMPLES / "gpt.py").read_text().replace("BLOCKS = 12", "BLOCKS = 3")
+    text = (EXAMPLES / "gpt.py").read_text().replace("BLOCKS = 12", "BLOCKS = 2")
     captured = captured_of(tmp_path / "gpt.py", text)
-    one, *others = sharded_steps(captured, 2, Step(), Step(2), Step(4, split=True), Step(3, split=True, recompute=True))
+    one, *others = sharded_steps(captured, 2, Step(), Step(4, split=True, recompute=True))
     difference, name = largest_difference(whole_step(captured), one)
     assert difference < 1e-5, name
-    assert [differences(one, other) for other in others] == [[]] * 3
-    assert share_of(captured, 2) < 0.53
+    assert [differences(one, other) for other in others] == [[]]
+    assert share_of(captured, 2) < 0.54
 
 
 # --- one rule after another -------------------------------------------------------------------------------------------
@@ -170,7 +170,17 @@ WHOLE = {
 }
 
 
-@pytest.mark.parametrize("name", [*RULES, *WHOLE])
+FAST = {
+    *("in place", "uneven", "gate by chunk", "gate by slices", "whole tensor beside", "mean over the split"),
+    *("dropout of what is turned", "fused attention", "fused keys and values", "attention with dropout"),
+    *("one head of keys", "attention by hand", "attention by einsum", "module called twice"),
+    *("heads that do not divide", "a weight read in two ways"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in (*RULES, *WHOLE)]
+)
 def test_a_rule(name: str, tmp_path: Path) -> None:
     """In float64, so that all beyond rounding shows; the first linear is split by columns where there is a rule."""
     width, into, parts, body = (RULES | WHOLE)[name]
@@ -202,7 +212,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("name", ENDS)
-@pytest.mark.parametrize("classes", [10, 11])
+@pytest.mark.parametrize("classes", [pytest.param(10, marks=pytest.mark.slow), 11])
 def test_words_in_and_words_out_are_split_over_the_vocabulary(name: str, classes: int, tmp_path: Path) -> None:
     text = f"""
 import torch

@@ -250,6 +250,7 @@ def test_tensor_ranks_hold_and_exchange_what_can_be_counted_by_hand(tmp_path: Pa
         assert (told["blocks.0.qkv"], told["blocks.0.out"], told["words"]) == ("column", "row", "vocabulary")
 
 
+@pytest.mark.slow
 def test_a_tensor_size_that_nothing_takes_is_left_out(tmp_path: Path) -> None:
     path = _copy("unet", tmp_path)
     asked = Asked(
