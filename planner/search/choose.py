@@ -45,6 +45,7 @@ from planner.search.orders import FUSED, SPLIT, Order, polished, time_cut
 from planner.search.passes import Passes
 from planner.search.result import Candidate, Found
 from planner.search.shortfall import no_plan_fits, no_schedule_suits
+from planner.search.smaller import on_the_original, smaller
 from planner.search.space import Asked, Configuration, configurations
 from planner.search.suffix import BoundedCut, SuffixBound
 from planner.simulate import Job, Walk, simulate
@@ -58,6 +59,8 @@ MOST_NODES: Final = 20_000
 """Begun cuts looked at in one configuration."""
 MOST_TIES: Final = 24
 """Cuts looked at beyond those that could be faster, for a more even one among equals."""
+LOOK_NODES: Final = 25
+"""Begun cuts looked at for each rank, at first sight."""
 QUICK_CUTS: Final = 2
 """Cuts timed in a configuration at first sight."""
 CLIMB_SIMULATIONS: Final = 35
@@ -157,7 +160,10 @@ def solve(profile: Profile, asked: Asked, watch: Watch | None = None) -> Found:
 
     Raises NoPlanFitsError where no plan fits the memory, and InputError where nothing can be searched.
     """
-    return _Search(profile, asked, watch).run()
+    made = smaller(LayerGraph.of(profile), asked)
+    if made is None:
+        return _Search(profile, asked, watch).run()
+    return on_the_original(_Search(made.graph.profile, asked, watch).run(), made)
 
 
 class _Search:
@@ -347,7 +353,8 @@ class _Search:
             below = min(self.state.best_s, 1.5 * suffix.bound_s) * (1 + 2 * _EQUAL)
             seen: set[tuple[tuple[int, ...], tuple[bool, ...]]] = set()
             for tables in self.bounds.roomy(suffix) if math.isfinite(below) else ():
-                for cut in itertools.islice(tables.cuts(below, MOST_NODES), QUICK_CUTS if tables is suffix else 1):
+                nodes = LOOK_NODES * (item.configuration.pipeline + 1)
+                for cut in itertools.islice(tables.cuts(below, nodes), QUICK_CUTS if tables is suffix else 1):
                     if cut is not None and (cut.ideals, cut.recompute) not in seen:
                         seen.add((cut.ideals, cut.recompute))
                         names = self._names(cut, suffix.figures.lattice)
@@ -478,7 +485,10 @@ class _Search:
             bound = max(bound, self.bounds.known(item.configuration, fused=item.fused))
             if state.beats(bound):
                 continue
-            if self._spent() > 0 or not self._settle(item):
+            if self._spent() > 0:
+                state.complete = False
+                return
+            if not self._settle(item):
                 state.complete = False
 
     def _settle(self, item: _Item) -> bool:

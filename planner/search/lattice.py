@@ -10,7 +10,6 @@ prefixes: paths in it are cuts of the graph, but not all of them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -50,8 +49,11 @@ class Lattice:
 
     def every_cut(self, num_stages: int, most: int) -> list[tuple[int, ...]] | None:
         """The ideals of every cut into so many stages; None where there are more than ``most``."""
-        if math.comb(self.members.shape[1] - 1, num_stages - 1) > most:
-            return None  # so many lie along each single order of the layers
+        along_one, layers = 1, self.members.shape[1]  # so many lie along each single order of the layers
+        for chosen in range(min(num_stages - 1, layers - num_stages)):
+            along_one = along_one * (layers - 1 - chosen) // (chosen + 1)
+            if along_one > most:
+                return None
         ways = np.zeros((num_stages + 1, len(self)))
         ways[0, -1] = 1  # from here to the whole in so many steps
         for left in range(1, num_stages + 1):
