@@ -209,6 +209,8 @@ class _Worker:
         job, plan = self.job, self.job.plan
         programs = self.programs = captured.stages([stage.layers for stage in plan.stages])
         found = routes_of(captured, programs, job.ranks)
+        for parameter in captured.module.parameters():  # all the model's, on this device: the run makes its own
+            parameter.data = parameter.data.new_empty(0)
         check_routes(job.schedule, found, num_microbatches=plan.batch.microbatches)
         rank_program = rank_programs(job.schedule, found, seconds=self._foretold)
         pairs = sorted({(sender, program.rank) for program in rank_program for sender in program.inbox})
