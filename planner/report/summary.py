@@ -17,6 +17,7 @@ from planner.graph import LayerGraph, Stage
 from planner.profile import Profile
 from planner.report.layers import LayerRow, distinct_parameters, shape_of
 from planner.report.overview import Overview
+from planner.report.splits import split_lines
 from planner.report.timeline import legend, timeline_text
 from planner.units import format_bytes, format_seconds
 
@@ -158,6 +159,7 @@ def profile_summary(
     if any(max(row.tensor) > 1 for row in rows):
         notes.append("T: can be split over ranks")
     yield _table(headings, told, width=width, caption="; ".join(notes))
+    yield from map(Text, split_lines(profile))
 
 
 def profile_lines(profile: Profile, rows: Sequence[LayerRow], *, microbatch_size: int) -> Iterator[str]:
