@@ -146,7 +146,7 @@ def _tensor(found: Found) -> Iterator[str]:
         held = f"{format_bytes(found.best.peak_memory_bytes)} on the fullest GPU against"
         than = f"the best found with T = {other.configuration.tensor}"
         yield f"T = {size}: {much:.3g} times as fast as {than}, {held} {format_bytes(other.peak_memory_bytes)}"
-    elif size > 1:
+    elif size > 1 and (found.asked.tensor is None or 1 in found.asked.tensor):
         yield f"T = {size}: no plan that leaves layers whole (T = 1) was found that fits and comes near"
 
 
