@@ -53,10 +53,10 @@ def _refuse_schedule(made: Planned) -> None:
     refuse_other_schedules(made, [ScheduleName.INTERLEAVED if sizes.virtual > 1 else ScheduleName.ONE_F_ONE_B])
     if sizes.virtual > 1 and sizes.pipeline == 1:
         made.refuse("several stages on the one rank of a pipeline", "solve with --virtual 1")
-    if sizes.virtual > 1 and plan.batch.microbatches < sizes.pipeline:
+    if sizes.virtual > 1 and plan.batch.microbatches % sizes.pipeline:
         made.refuse(
             f"{plan.batch.microbatches} micro-batches over {sizes.pipeline} ranks of several stages",
-            "its interleaved order takes at least as many micro-batches as ranks: solve with --virtual 1",
+            "its interleaved order takes a multiple of the ranks: another --batch or --microbatch, or --virtual 1",
         )
 
 

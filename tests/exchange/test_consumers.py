@@ -19,7 +19,7 @@ from support.command import pipeplan
 from support.plans import fresh_plan, save
 from support.rows import MODEL_FILE, row_profile
 
-from planner.schedules import Letter, Placement, ScheduleName, build
+from planner.schedules import Placement, ScheduleName, build
 
 PYTHON = os.environ.get("PIPEPLAN_CONSUMERS", sys.executable)
 
@@ -184,14 +184,10 @@ layout = Layout(sys.argv[1], int(sys.argv[2]))
 layout.validate_layer_layout(int(sys.argv[3]), None)
 print(json.dumps([[[kind.name for kind in chunk] for chunk in rank] for rank in layout.layout]))
 """
-MEGATRON_ORDER = """
+MEGATRON_TABLES = """
 import json, sys
 from megatron.core.pipeline_parallel import schedules
-ranks, virtual, microbatches = map(int, sys.argv[1:])
-table = schedules.get_schedule_table(microbatches, virtual, ranks)
-order = schedules.convert_schedule_table_to_order
-print(json.dumps([order(min((ranks - r - 1) * 2 + (virtual - 1) * ranks, microbatches * virtual), virtual, table)
-                  for r in range(ranks)]))
+print(json.dumps([schedules.get_schedule_table(m, v, p) for p, v, m in json.loads(sys.argv[1])]))
 """
 
 
@@ -225,15 +221,24 @@ def test_megatron_core_parses_the_layout(tmp_path: Path, starts: tuple[int, ...]
     assert layout == [wanted[rank::2] for rank in range(2)]
 
 
-def test_megatron_core_runs_the_interleaved_order(tmp_path: Path) -> None:
+def test_megatron_core_has_the_interleaved_order() -> None:
+    """Its table says which micro-batch and chunk each forward is; backwards go through it with the chunks turned round.
+
+    A rank runs (P-1-r) * 2 + (v-1) * P of the forwards, then one forward and one backward by turns.
+    """
     _needs("megatron.core")
-    for ranks, virtual, microbatches in ((2, 2, 4), (4, 2, 8), (4, 3, 12), (3, 2, 7)):
+    shapes = [(2, 2, 4), (4, 2, 8), (4, 3, 12), (3, 2, 9)]
+    tables = json.loads(_child(MEGATRON_TABLES, json.dumps(shapes)).splitlines()[-1])
+    for (ranks, virtual, microbatches), table in zip(shapes, tables, strict=True):
         made = build(ScheduleName.INTERLEAVED, num_ranks=ranks, virtual=virtual, num_microbatches=microbatches,
                      placement=Placement.LOOP)  # fmt: skip
-        theirs = json.loads(_child(MEGATRON_ORDER, ranks, virtual, microbatches))
         for rank, order in enumerate(made):
-            chunks = [(action.stage // ranks + 1) * (1 if action.letter is Letter.FORWARD else -1) for action in order]
-            assert chunks == theirs[rank], (ranks, virtual, microbatches, rank)
+            forwards = [f"{chunk * ranks + rank}F{m}" for m, chunk in table]
+            backwards = [f"{(virtual - 1 - chunk) * ranks + rank}B{m}" for m, chunk in table]
+            warm = min((ranks - rank - 1) * 2 + (virtual - 1) * ranks, len(table))
+            turns = [word for pair in zip(forwards[warm:], backwards, strict=False) for word in pair]
+            theirs = [*forwards[:warm], *turns, *backwards[len(table) - warm :]]
+            assert [str(action) for action in order] == theirs, (ranks, virtual, microbatches, rank)
 
 
 # --- DeepSpeed --------------------------------------------------------------------------------------------------------
@@ -328,7 +333,7 @@ def test_torchtitan_splits_and_places_as_planned(tmp_path: Path, name: ScheduleN
     path = _saved(tmp_path, *starts, ranks=2, name=name, size=2, microbatches=4, recompute=[again] * (len(starts) + 1))
     assert pipeplan("export", path, "--to", "torchtitan", "-o", tmp_path / "planned.py").code == 0
     found = json.loads(_child(TORCHTITAN, tmp_path).splitlines()[-1])
-    numbers = [[part.count("blocks") for part in kept] for kept in found["kept"]]
+    numbers = [[part.count("blocks.") for part in kept] for kept in found["kept"]]
     assert [sum(row) for row in numbers] == ([1, 3, 2, 0] if name is ScheduleName.ZB_V else [3, 3])
     assert [("token" in kept, "head" in kept) for kept in found["kept"]] == [
         (index == 0, index == len(starts)) for index in range(len(starts) + 1)

@@ -287,6 +287,15 @@ def test_a_stage_that_begins_within_a_module_or_at_its_second_call(tmp_path: Pat
         assert "the start of stage 1 at layer blocks.2" in _no(path, "torch")
 
 
+@pytest.mark.parametrize(("microbatches", "fine"), [(1, False), (3, False), (4, True)])
+def test_micro_batches_that_megatron_cannot_interleave(tmp_path: Path, microbatches: int, fine: bool) -> None:
+    path = saved(tmp_path, row_profile(6), 1, 4, 6, ranks=2, name=ScheduleName.INTERLEAVED, microbatches=microbatches)
+    if fine:
+        assert exported(path, "megatron")
+    else:
+        assert f"{microbatches} micro-batches over 2 ranks of several stages" in _no(path, "megatron")
+
+
 def test_entries_are_runs_between_single_tensors(tmp_path: Path) -> None:
     """Two layers read block 2: what lies between belongs to one entry, and a stage cannot begin inside."""
     profile = row_profile(6)
