@@ -46,8 +46,9 @@ def test_bytes_are_those_of_the_model_measured_whole(name: str, tmp_path: Path) 
     _, held = measure_layerwise(without, free_bytes=2**32, progress=lambda what, done: None)
     expected = measure_held(real)
     assert [one.saved_for_weight for one in held] == [one.saved_for_weight for one in expected]
-    for one, other in zip(held, expected, strict=True):  # a gradient that is expanded, as a mean's, is made up in full
-        assert one.workspace == pytest.approx(other.workspace, rel=0.1, abs=2**16)
+    for one, other in zip(held, expected, strict=True):
+        # a real gradient may be expanded or have gaps (of a mean, of a concatenation): made up, it is dense
+        assert one.workspace == pytest.approx(other.workspace, rel=0.3, abs=2**16)
 
 
 @pytest.mark.slow
