@@ -23,6 +23,8 @@ from planner.simulate.model import simulate
 from planner.simulate.walk import Walk
 
 _STARTS: Final = 3
+_WAITING: Final = 2
+"""Messages of each kind that wait at a rank, where nothing is known of its order yet."""
 _SAME: Final = 1e-9
 _MANNERS: Final = ((False, 0.0), (True, 0.0), (False, 0.15), (False, 0.5), (False, 1.0))
 """Alternate, patience."""
@@ -113,8 +115,14 @@ def _budgets(walk: Walk, limit: int | None) -> tuple[float | None, ...]:
 
 def within(walk: Walk, rule: Rule, limit: int | None, *, tries: int = 6) -> Schedule | None:
     """The order that a rule makes, its budgets cut where messages take memory, until it fits."""
-    for _ in range(tries):
+    whole = rule
+    for turn in range(tries):
+        if turn == 0 and limit is not None:
+            rule = dataclasses.replace(rule, budget_bytes=_less_messages(walk, rule.budget_bytes))
         schedule = greedy(walk, rule)
+        if turn == 0 and schedule is None:  # so little room that even they must not be counted on
+            rule = whole
+            schedule = greedy(walk, rule)
         over = _overshoot(walk, schedule, limit) if schedule else None
         if over is None:
             return schedule
@@ -123,6 +131,16 @@ def within(walk: Walk, rule: Rule, limit: int | None, *, tries: int = 6) -> Sche
         )
         rule = dataclasses.replace(rule, budget_bytes=less)
     return None
+
+
+def _less_messages(walk: Walk, budgets: tuple[float | None, ...]) -> tuple[float | None, ...]:
+    """What each rank may spend beside a few messages of each kind that wait there to be taken in or to leave."""
+    waiting = [0] * walk.job.num_ranks
+    for stage, given in (*enumerate(walk.sends), *enumerate(walk.returns)):
+        for parcel in given.parcels:
+            waiting[walk.job.stages[stage].rank] += _WAITING * parcel.bytes
+            waiting[parcel.to_rank] += _WAITING * parcel.bytes
+    return tuple(None if one is None else one - size for one, size in zip(budgets, waiting, strict=True))
 
 
 def _overshoot(walk: Walk, schedule: Schedule, limit: int | None) -> list[int] | None:
