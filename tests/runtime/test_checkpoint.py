@@ -93,6 +93,7 @@ def test_replicas_go_on_from_one_pipeline_and_back(
     assert back.losses == pytest.approx(through.losses[STOP:], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_run_that_has_all_its_steps_has_nothing_left_to_do(stopped: tuple[Path, RunResult], tmp_path: Path) -> None:
     checkpoints, first = stopped
     result = resumed(plan_of(EVERYTHING, num_ranks=2), checkpoints, tmp_path, steps=STOP)

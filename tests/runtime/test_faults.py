@@ -80,7 +80,7 @@ PLACES = {
 @pytest.mark.parametrize(
     ("where", "fault"),
     [
-        pytest.param(where, fault, marks=[] if (where, fault) in {("sum", "die"), ("checkpoint", "stop")} else slow)
+        pytest.param(where, fault, marks=[] if (where, fault) in {("checkpoint", "stop")} else slow)
         for where in PLACES
         for fault in SAID
     ],

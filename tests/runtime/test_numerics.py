@@ -107,6 +107,7 @@ def loss(output, target):
 """
 
 
+@pytest.mark.slow
 def test_a_step_that_overflows_is_left_out_on_every_rank_and_a_run_goes_on_with_its_scale(tmp_path: Path) -> None:
     path = model_with(OVERFLOWS, tmp_path, plain=True)
     plain = plain_losses(path, steps=6)
