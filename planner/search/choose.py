@@ -355,6 +355,7 @@ class _Search:
             for tables in self.bounds.roomy(suffix) if math.isfinite(below) else ():
                 nodes = LOOK_NODES * (item.configuration.pipeline + 1)
                 for cut in itertools.islice(tables.cuts(below, nodes), QUICK_CUTS if tables is suffix else 1):
+                    cut = cut or tables.dive()
                     if cut is not None and (cut.ideals, cut.recompute) not in seen:
                         seen.add((cut.ideals, cut.recompute))
                         names = self._names(cut, suffix.figures.lattice)

@@ -332,6 +332,19 @@ class SuffixBound:
                     entry = (value, -rank - 1, next(counter), int(self.end[option]), new_head, value, new_back)
                     heapq.heappush(heap, (*entry, (*path, option)))
 
+    def dive(self) -> BoundedCut | None:
+        """One good cut, soon: from stage to stage the one that promises most; None where that leads nowhere."""
+        ideal, head, done, back = 0, 0.0, -np.inf, -np.inf
+        path: tuple[int, ...] = ()
+        for rank in range(self.shape.num_ranks):
+            options = slice(int(self.first[ideal]), int(self.first[ideal + 1]))
+            best = min(self._expand(rank, options, head, done, back), default=None)
+            if best is None:
+                return None
+            done, option, head, back = best
+            ideal, path = int(self.end[option]), (*path, option)
+        return self._cut(done, path)
+
     def _expand(
         self, rank: int, options: slice, head: float, done: float, back: float
     ) -> Iterator[tuple[float, int, float, float]]:
