@@ -92,13 +92,13 @@ def test_a_model_larger_than_the_machine_is_profiled(tmp_path: Path) -> None:
     path = tmp_path / "large.py"
     path.write_text(LARGE.format(count=400).replace("1024", "8192").replace("4096", "32768"))
     assert not fits_whole(load_model_file(path), "cpu", neighbours=0)
-    path.write_text(LARGE.format(count=200))  # as deep, of a size for a test: 6.7 GB, in a process that has 2 GB
+    path.write_text(LARGE.format(count=200))  # 6.7 GB, in a process that may take 4 GB with all its code
     code = (
         "import resource, sys\n"
         "from planner.cli.main import main\n"
         "import torch\n"
         "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
-        "resource.setrlimit(resource.RLIMIT_AS, (used + 2**31, used + 2**31))\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (used + 2**32, used + 2**32))\n"
         f"main(['profile', {str(path)!r}, '--device', 'cpu', '--layerwise', '--microbatch', '1', '-o', 'p.json'])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
