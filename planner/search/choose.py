@@ -55,6 +55,8 @@ MOST_CUTS: Final = 300
 """Cuts timed in one configuration."""
 FIRST_CUTS: Final = 40
 """Cuts timed in one configuration before it is counted how many are left below the best."""
+SETTLED_CUTS: Final = 4
+"""Cuts that must be within the effort, else a configuration is not settled."""
 MOST_NODES: Final = 20_000
 """Begun cuts looked at in one configuration."""
 MOST_TIES: Final = 24
@@ -496,6 +498,8 @@ class _Search:
         """Time all cuts of a configuration that may be faster; False where they are too many."""
         configuration = item.configuration
         stages = configuration.pipeline * configuration.virtual
+        if SETTLED_CUTS * self._look_actions(item) > self.effort:
+            return False  # not even a few of its cuts could be timed
         every = None
         if configuration.virtual > 1:
             every = self.bounds.lattice.every_cut(stages, MOST_CUTS) if self.bounds.lattice else None
