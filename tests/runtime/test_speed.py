@@ -37,6 +37,7 @@ def within(ratio: Callable[[], float]) -> None:
     pytest.fail(f"measured over predicted: {found}")
 
 
+@pytest.mark.slow
 def test_stages_that_sleep_take_as_long_as_the_time_model_says(tmp_path: Path) -> None:
     """P = 4, M = 16, the stages timed one by one in this process."""
     model = write_sleep_model(tmp_path / "naps.py", layers=4, forward_s=0.02, backward_s=0.04)
