@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support import pipeplan
 
 from planner.profile import read_profile
 from tests.capture.real_models import REAL_MODELS
-from tests.support import pipeplan
 
 
 @pytest.mark.slow

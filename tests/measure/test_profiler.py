@@ -29,7 +29,7 @@ from planner.measure.optimizer import measure_optimizer
 from planner.measure.timing import FITTED, SMALLEST_RUN, Series, even_bounds
 from planner.profile import Profile, read_profile, write_profile
 from planner.schedules import Letter
-from tests.support.sleep import write_sleep_model
+from support.sleep import write_sleep_model
 
 EXAMPLES = ("gpt", "unet", "vgg16")
 
