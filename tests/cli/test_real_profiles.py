@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support import pipeplan
+from support.command import pipeplan
 
 from planner.profile import read_profile
 from tests.capture.real_models import REAL_MODELS
