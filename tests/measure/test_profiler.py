@@ -16,6 +16,7 @@ from statistics import median
 
 import pytest
 import torch
+from support.sleep import write_sleep_model
 
 from planner.capture import Capture, RandomKey, Stage, capture, load_model_file
 from planner.examples import example_text
@@ -29,7 +30,6 @@ from planner.measure.optimizer import measure_optimizer
 from planner.measure.timing import FITTED, SMALLEST_RUN, Series, even_bounds
 from planner.profile import Profile, read_profile, write_profile
 from planner.schedules import Letter
-from support.sleep import write_sleep_model
 
 EXAMPLES = ("gpt", "unet", "vgg16")
 
