@@ -272,6 +272,7 @@ def yaml_text(data: object) -> str:
     """Plain data as YAML that a person can read and edit: small leaves on one line."""
     _Dumper.add_representer(dict, _represent_mapping)
     _Dumper.add_representer(list, _represent_list)
+    _Dumper.add_representer(str, _represent_text)
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=110, allow_unicode=True)
 
 
@@ -287,6 +288,11 @@ def _represent_mapping(dumper: _Dumper, data: dict[str, Any]) -> yaml.Node:
 
 def _represent_list(dumper: _Dumper, data: list[Any]) -> yaml.Node:
     return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=_leaves_only(data, 100_000))
+
+
+def _represent_text(dumper: _Dumper, data: str) -> yaml.Node:
+    # PyYAML takes NEL for the end of a line, which comes back as a space: only double quotes escape it
+    return dumper.represent_scalar("tag:yaml.org,2002:str", data, style='"' if "\x85" in data else None)
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from planner.errors import InputError
@@ -27,6 +27,7 @@ _plain = st.recursive(
 
 
 @given(_plain)
+@example({"\x85": "\x85", "a\x85b": ["\u2028", "\ufeff", " \x85"]})
 def test_yaml_and_json_give_back_what_was_written(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
     path = tmp_path_factory.getbasetemp() / "data"
     write_atomically(path, json_text(data))

@@ -115,7 +115,7 @@ def test_two_launchers_run_one_plan(plan: Plan, tmp_path: Path) -> None:
         (["plan.yaml", "--nnodes", "2", "--rdzv-endpoint", "here"], "HOST:PORT"),
         (["plan.yaml", "--node-rank", "1"], "there are nodes 0..0"),
         (["plan.yaml", "--log", "no/such/folder/log"], "--log"),
-        (["plan.yaml", "--checkpoint", "folder"], "--checkpoint"),
+        (["plan.yaml", "--checkpoint-every", "2"], "--checkpoint"),
     ],
 )
 def test_bad_words_are_one_line(words: list[str], said: str, plan: Plan, tmp_path: Path) -> None:

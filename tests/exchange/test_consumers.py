@@ -101,6 +101,7 @@ def _trains_like_one_process(
     assert len(set(losses)) == len(losses), "it trains"
 
 
+@pytest.mark.slow
 def test_torch_trains_two_stages_a_rank_in_a_v(tmp_path: Path) -> None:
     path = _saved(tmp_path, 2, 5, 7, name=ScheduleName.ZB_V, ranks=2, microbatches=4, size=2)
     _trains_like_one_process(tmp_path, path, 8, 2)

@@ -104,6 +104,7 @@ def test_a_backward_takes_about_twice_a_forward(decoder: Capture) -> None:
     assert len({one.forward for one in timed.layers[1:-2]}) == 1
 
 
+@pytest.mark.slow
 def test_bytes_are_those_of_a_model_with_weights(tmp_path: Path) -> None:
     """Held bytes by fake tensors are those by real ones."""
     path = _copy("gpt", tmp_path)

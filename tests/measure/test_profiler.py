@@ -333,7 +333,15 @@ def test_what_does_not_fit_is_left_out_and_said(tmp_path: Path) -> None:
         "print([c.microbatch_size for c in measured.profile.layers[0].costs], measured.left_out)\n"
     )
     root = Path(__file__).resolve().parents[2]
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
+    paths = os.pathsep.join([str(root), str(root / "tests")])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("[4] (LeftOut(microbatch_size=4000000")
 

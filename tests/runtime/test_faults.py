@@ -46,9 +46,9 @@ SILENCE = "no sign of progress for 3 s"
         ("raise", "ValueError: the weather is bad"),
         ("die", r"the process was killed by signal 9 \(SIGKILL\)"),
         pytest.param("leave", "the process ended with code 7", marks=pytest.mark.slow),
-        ("finish", "the process ended with code 0 in mid-run"),
+        pytest.param("finish", "the process ended with code 0 in mid-run", marks=pytest.mark.slow),
         ("hang", SILENCE),
-        ("stop", rf"{SILENCE} \(the process is stopped\)"),
+        pytest.param("stop", rf"{SILENCE} \(the process is stopped\)", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_fails_ends_the_run(fault: str, said: str, tmp_path: Path, started: list[Command]) -> None:
