@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
-from planner.cli.console import err, out, print_json, say_if_estimated
+from planner.cli.console import err, out, print_json, remark, say_if_estimated
 
 if TYPE_CHECKING:
     from planner.runtime.result import Outcome
@@ -49,7 +49,6 @@ def run(
     as_json: bool = typer.Option(False, "--json", help="Print the result as one JSON document."),
 ) -> None:
     """Train as a plan says, one process a GPU, and set what was measured beside what was predicted."""
-    from planner.cli.simulate import warn_if_stale
     from planner.errors import InputError, RunError
     from planner.files import check_replaceable, check_writable, plain
     from planner.plan import read_plan
@@ -75,8 +74,10 @@ def run(
     said = read_plan(plan)
     with suppress(InputError):  # a run needs no profile: one that is not there tells nothing
         profile = profile_of(said, plan)
-        warn_if_stale(said, profile, plan)
-        for overflow in check_plan(said, profile).overflows:
+        checked = check_plan(said, profile)
+        if checked.stale:
+            remark(f"figures of {plan} are stale; pipeplan check {plan} --write writes them anew")
+        for overflow in checked.overflows:
             err.print(f"remark: does not fit: {overflow}", markup=False, soft_wrap=True)
     if trace is not None:
         check_writable(trace)
@@ -225,7 +226,9 @@ def _show(outcome: Outcome) -> None:
         out.print(f"loss {losses[0]:.4f} at first, {losses[-1]:.4f} at last; weights {result.weights_sha256[:12]}")
     if result.verify is not None:
         verified = result.verify
-        word = "equal to one process" if verified.equal else "NOT equal to one process"
+        same = verified.loss_difference == verified.largest_weight_difference == 0
+        equal = "equal to one process" if same else "equal to one process to rounding"
+        word = equal if verified.equal else "NOT equal to one process"
         out.print(
             f"{word}: losses differ by {verified.loss_difference:.3g}, weights by "
             f"{verified.largest_weight_difference:.3g}",

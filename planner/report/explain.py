@@ -206,6 +206,8 @@ def _against_baselines(found: Found) -> Iterator[str]:
             yield f"{baseline.name}: does not fit, {format_bytes(over)} too much on one GPU"
         elif times > 1 + 1e-9:
             yield f"{times:.3g} times as fast as {baseline.name}"
+        elif times < 1 - 1e-9:
+            yield f"slower than {baseline.name} ({times:.3g} of this time), which was not asked for"
         else:
             yield f"as fast as {baseline.name}"
 

@@ -103,7 +103,7 @@ def table(headings: Sequence[str], sections: Sequence[Sequence[Sequence[str]]], 
         cells = [row[place] for section in (*sections, [headings]) for row in section]
         width = max(map(len, cells))
         if heading in words:  # between its words; names of layers anywhere, where they are long
-            least = min(20, max(len(word) for cell in cells for word in cell.split(" ")))
+            least = min(12, max(len(word) for cell in cells for word in cell.split(" ")))
             made.add_column(heading, justify="left", overflow="fold", min_width=least)
         else:
             made.add_column(heading, justify="right", no_wrap=True, min_width=width)

@@ -82,7 +82,6 @@ def _by_hand(shown: Overview) -> Iterator[Rival]:
         global_batch=plan.batch.global_batch,
         cluster=shown.job.cluster,
         schedules=(ScheduleName.ONE_F_ONE_B,),
-        data=(plan.parallel.data,),
     )
     sizes = sorted({size for size, tensor in shown.graph.rows() if tensor == 1})
     for baseline in baselines(shown.graph, asked, sizes):

@@ -6,9 +6,11 @@ Exporting a model imports half of torch's compiler on its first call, which take
 from __future__ import annotations
 
 import importlib
+import signal
 from contextlib import suppress
 
-import planner.runtime.worker  # noqa: F401 - imported to be there
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of the terminal: the launcher decides
+importlib.import_module("planner.runtime.worker")
 
 _USED_BY_EXPORT = (
     "torch._dynamo",

@@ -87,6 +87,7 @@ def loss(output, target):
 """
 
 
+@pytest.mark.slow
 def test_a_model_larger_than_the_machine_is_profiled(tmp_path: Path) -> None:
     """A terabyte of weights: nobody asks for it to be taken layer by layer, and it takes a few layers' memory."""
     path = tmp_path / "large.py"

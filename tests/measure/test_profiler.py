@@ -70,6 +70,7 @@ def slept(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     return _measured(path, (2,))
 
 
+@pytest.mark.slow
 def test_slept_times_are_found(slept: Measured) -> None:
     costs = [layer.costs[0] for layer in slept.profile.layers]
     assert len(costs) == 6
@@ -80,6 +81,7 @@ def test_slept_times_are_found(slept: Measured) -> None:
     assert 1 < sum(cost.forward_s for cost in costs) / (6 * 0.002) < 1.2
 
 
+@pytest.mark.slow
 def test_layers_foretell_runs_of_layers(slept: Measured) -> None:
     for accuracy in slept.profile.accuracy or ():
         assert accuracy.median_error < 0.05
