@@ -73,6 +73,7 @@ def test_one_layer_that_is_much_of_the_whole_is_opened(tmp_path: Path) -> None:
     assert names == [*map(str, range(20)), "20.up", "20.down", *map(str, range(21, 41))]
 
 
+@pytest.mark.slow
 def test_hundreds_of_small_layers_are_fewer(tmp_path: Path) -> None:
     path = tmp_path / "many.py"
     path.write_text(TOWER.format(widths=[64] * 300))

@@ -89,6 +89,7 @@ def loss(output, target):
 """
 
 
+@pytest.mark.slow
 def test_no_memory_is_taken_for_weights(tmp_path: Path) -> None:
     """64 GB of weights in a process that may take 2 GB more than it has."""
     path = tmp_path / "large.py"

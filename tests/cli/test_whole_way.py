@@ -89,9 +89,8 @@ def _run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize(
-    "part", [FUNCTION, pytest.param(BRANCH, marks=pytest.mark.slow)], ids=["autograd_function", "branch"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("part", [FUNCTION, BRANCH], ids=["autograd_function", "branch"])
 def test_what_export_cannot_take_is_profiled_cut_and_trained(part: str, tmp_path: Path) -> None:
     """Two stages, each with such modules: the run equals one process, and that equals the user's own loop."""
     (tmp_path / "net.py").write_text(NET.format(part=part))

@@ -39,6 +39,7 @@ def test_nothing_in_them_is_about_pipelines() -> None:
         assert not any(word in code for word in ("pipeline", "stage", "micro", "import planner", "from planner"))
 
 
+@pytest.mark.slow
 def test_the_loss_falls_within_twenty_steps(example: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = example["model"]()

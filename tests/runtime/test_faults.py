@@ -79,11 +79,7 @@ PLACES = {
 
 @pytest.mark.parametrize(
     ("where", "fault"),
-    [
-        pytest.param(where, fault, marks=[] if (where, fault) in {("checkpoint", "stop")} else slow)
-        for where in PLACES
-        for fault in SAID
-    ],
+    [pytest.param(where, fault, marks=slow) for where in PLACES for fault in SAID],
 )
 def test_wherever_it_fails_it_ends_the_run(where: str, fault: str, tmp_path: Path, started: list[Command]) -> None:
     kept = tmp_path / "kept"
