@@ -43,7 +43,7 @@ class _Calls:
     """The calls of modules that the graph shows."""
 
     def __init__(self, nodes: Iterable[fx.Node], lifted: Lifted, root: nn.Module) -> None:
-        self._modules = dict(root.named_modules())
+        self._modules = dict(root.named_modules(remove_duplicate=False))
         self.chains = {node: tuple(scope for scope in lifted.scopes.get(node, ()) if scope.module) for node in nodes}
         self._copies = lifted.copies
         self.whole = {node: chain for node, chain in self.chains.items() if opaque_call(node) is not None and chain}
@@ -177,7 +177,7 @@ class _Shares:
     """Of the whole: a segment's part of the work, or of the parameters' elements where that is larger."""
 
     def __init__(self, made: list[Segment], root: nn.Module, work: Callable[[fx.Node], float]) -> None:
-        self._modules = dict(root.named_modules())
+        self._modules = dict(root.named_modules(remove_duplicate=False))
         self.work = {id(segment): sum(map(work, segment.nodes)) for segment in made}
         self._held = {id(segment): self._elements(segment) for segment in made}
         self._totals = sum(self.work.values()) or 1, sum(self._held.values()) or 1
