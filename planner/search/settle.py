@@ -1,0 +1,130 @@
+"""What the first looks left open: cuts in order of their bound, timed until the next one's passes the best time."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Final
+
+from planner.search.state import EQUAL, Item, Search
+from planner.search.suffix import BoundedCut, SuffixBound
+
+MOST_CUTS: Final = 300
+"""Cuts timed in one configuration."""
+FIRST_CUTS: Final = 40
+"""Cuts timed in one configuration before it is counted how many are left below the best."""
+SETTLED_CUTS: Final = 4
+"""Cuts that must be within the effort, else a configuration is not settled."""
+MOST_NODES: Final = 20_000
+"""Begun cuts looked at in one configuration."""
+MOST_TIES: Final = 24
+"""Cuts looked at beyond those that could be faster, for a more even one among equals."""
+ILP_ROUNDS: Final = 20
+"""Cuts that the ILP may bring, one after another, in a configuration of a graph with many ideals."""
+
+_NO_CUT: Final = BoundedCut(bound_s=math.inf, ideals=(), recompute=())
+
+
+class Settle:
+    """One pass over what is open."""
+
+    def __init__(self, search: Search) -> None:
+        self.search: Final = search
+
+    def all(self) -> None:
+        """Go through what lies below the best, if that can be finished; else through what is near."""
+        state = self.search.state
+        state.left = max(state.left, self.search.bounds.spent) + self.search.effort
+        order = sorted(range(len(state.open_items)), key=lambda place: (state.open_items[place][0], place))
+        for place in order:
+            bound, item = state.open_items[place]
+            if state.beats(bound):
+                continue
+            bound = max(bound, self.search.bounds.known(item.configuration, fused=item.fused))
+            if state.beats(bound):
+                continue
+            if self.search.spent() > 0:
+                state.complete = False
+                return
+            if not self._settle(item):
+                state.complete = False
+
+    def _settle(self, item: Item) -> bool:
+        """Time all cuts of a configuration that may be faster; False where they are too many."""
+        configuration = item.configuration
+        stages = configuration.pipeline * configuration.virtual
+        if SETTLED_CUTS * item.look_actions > self.search.effort:
+            return False  # not even a few of its cuts could be timed
+        every = None
+        if configuration.virtual > 1:
+            every = self.search.bounds.lattice.every_cut(stages, MOST_CUTS) if self.search.bounds.lattice else None
+            if every is None:
+                return False
+        if configuration not in self.search.state.solved:
+            bound = self.search.bounds.refine(configuration, fused=item.fused, best_s=self.search.state.best_s)
+            if self.search.state.beats(bound):
+                return True
+            self.search.state.solved.add(configuration)
+        suffix = self.search.bounds.suffix(configuration, fused=item.fused)
+        if every is not None:
+            return self._settle_each(item, every)
+        if suffix is None:
+            return self._settle_by_ilp(item)
+        return self._settle_in_order(item, suffix)
+
+    def _settle_in_order(self, item: Item, suffix: SuffixBound) -> bool:
+        """Time all cuts with a bound below the best.
+
+        Where the first ones leave more than could all be timed, the rest is left: no proof would come of it.
+        """
+        state, ties_seen, count = self.search.state, 0, 0
+        cuts = suffix.cuts(state.best_s * (1 + 2 * EQUAL), MOST_NODES)
+        while (cut := next(cuts, _NO_CUT)) is not _NO_CUT:
+            if cut is None or (count > 0 and self.search.spent() > 0):
+                return state.beats(cut.bound_s if cut is not None else suffix.bound_s)
+            ties_seen += state.beats(cut.bound_s)
+            if cut.bound_s > state.best_s * (1 + EQUAL) or ties_seen > MOST_TIES:
+                return True
+            self.search.time_cut(
+                item, self.search.between(cut.ideals, suffix.figures.lattice), cut.recompute, cut.bound_s
+            )
+            count += 1
+            if count == FIRST_CUTS:
+                faster = itertools.takewhile(lambda cut: cut is None or cut.bound_s < state.best_s, cuts)
+                ahead = list(itertools.islice(faster, MOST_CUTS))
+                if len(ahead) == MOST_CUTS or None in ahead:
+                    return False
+                cuts = iter(ahead)
+        return True
+
+    def _settle_by_ilp(self, item: Item) -> bool:
+        """Where a graph has too many ideals: the ILP's cuts in order of their bound, each forbidden once timed."""
+        state, configuration = self.search.state, item.configuration
+        shape = self.search.bounds.shape(configuration, fused=item.fused)
+        seen: list[tuple[int, ...]] = []
+        while len(seen) < ILP_ROUNDS:
+            solved = self.search.bounds.solved(configuration, fused=item.fused, below_s=state.best_s, without=seen)
+            self.search.bounds.spent += 20 * len(self.search.graph) * configuration.pipeline * (1 + solved.nodes)
+            if solved.bound >= state.best_s * (1 - 1e-6):
+                return True
+            if solved.stage_of is None or self.search.spent() > 0:
+                return False
+            seen.append(solved.stage_of)
+            names = self.search.by_stage(solved.stage_of, configuration.pipeline)
+            for again in shape.recompute:
+                self.search.time_cut(item, names, (again,) * configuration.pipeline, solved.bound)
+        return False
+
+    def _settle_each(self, item: Item, every: list[tuple[int, ...]]) -> bool:
+        """Several stages a rank: every cut there is, where they are few."""
+        configuration, lattice = item.configuration, self.search.bounds.lattice
+        assert lattice is not None, "cuts are listed from it"
+        stages = configuration.pipeline * configuration.virtual
+        bound = self.search.bounds.known(configuration, fused=item.fused)
+        choices = self.search.bounds.shape(configuration, fused=item.fused).recompute
+        for ideals in every:
+            for again in itertools.product(choices, repeat=stages):
+                if self.search.spent() > 0:
+                    return False
+                self.search.time_cut(item, self.search.between(ideals, lattice), again, bound)
+        return True

@@ -1,0 +1,186 @@
+"""What all parts of one search share: what is asked, what is known, what may still be spent, and how cuts are timed."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Final, NamedTuple
+
+from planner.cluster import memory_limit
+from planner.graph import LayerGraph
+from planner.profile import Profile
+from planner.schedules import ScheduleName
+from planner.search.bound import cut_bound
+from planner.search.bounds import Bounds
+from planner.search.job import job_of_cut
+from planner.search.lattice import Lattice
+from planner.search.orders import FUSED, Order, time_cut
+from planner.search.result import Candidate
+from planner.search.space import Asked, Configuration, configurations
+from planner.simulate import Job, Walk, simulate
+
+EQUAL: Final = 1e-9
+CLIMB_SIMULATIONS: Final = 35
+"""Simulations of one cut's climb over warm-up depths; its starts take about 25 of them."""
+BASE_ACTIONS: Final = 150_000
+ACTIONS: Final = 15_000
+"""Simulated actions (about a microsecond each) that a search may take: the base, and so many times sqrt(layers · GPUs);
+then as many again to settle what is left, and to prove."""
+CUT_ACTIONS: Final = 500
+"""What making a cut ready to be timed takes, in simulated actions, and for each layer a few more."""
+
+Cut = list[list[str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Where a search stands."""
+
+    configurations: int
+    solved: int
+    pruned: int
+    best_s: float
+    bound_s: float
+
+
+Watch = Callable[[Progress], None]
+
+
+class OutOfTimeError(Exception):
+    """The time that was given has run out."""
+
+
+class Item(NamedTuple):
+    """One configuration under one family of schedules."""
+
+    configuration: Configuration
+    names: tuple[ScheduleName, ...]
+
+    @property
+    def fused(self) -> bool:
+        """Whether the family has whole backwards only."""
+        return self.names[0] in FUSED
+
+    @property
+    def look_actions(self) -> int:
+        """About what it takes to look at it, in simulated actions: a few greedy orders, each several times its own."""
+        stages = self.configuration.pipeline * self.configuration.virtual
+        return (4 if self.fused else 24) * stages * self.configuration.num_microbatches
+
+
+@dataclass(slots=True)
+class OpenCut:
+    """A cut whose best depths are not proven."""
+
+    item: Item
+    job: Job
+    bound_s: float
+    timed_s: float
+
+
+@dataclass(slots=True)
+class State:
+    """What has been found, and what is still open."""
+
+    best: Candidate | None = None
+    per_configuration: dict[Configuration, Candidate] = field(default_factory=dict)
+    open_cuts: list[OpenCut] = field(default_factory=list)
+    open_items: list[tuple[float, Item]] = field(default_factory=list)
+    solved: set[Configuration] = field(default_factory=set)
+    pruned: int = 0
+    complete: bool = True
+    left: int = 0
+    """Simulated actions that may still be spent."""
+    interrupted: bool = False
+
+    @property
+    def best_s(self) -> float:
+        """The best time found; infinite where there is none."""
+        return self.best.iteration_s if self.best else math.inf
+
+    def beats(self, bound_s: float) -> bool:
+        """Whether nothing with this bound can be faster than the best."""
+        return bound_s >= self.best_s * (1 - EQUAL)
+
+
+class Search:
+    """One search: its question, its state, and the timing of cuts."""
+
+    def __init__(self, profile: Profile, asked: Asked, watch: Watch | None) -> None:
+        self.started = time.monotonic()
+        self.asked: Final = asked
+        self.watch: Final = watch
+        self.graph: Final = LayerGraph.of(profile)
+        self.limit: Final = memory_limit(asked.cluster)
+        self.configurations: Final = configurations(self.graph, asked)
+        self.bounds: Final = Bounds(self.graph, asked)
+        self.effort: Final = BASE_ACTIONS + int(ACTIONS * math.sqrt(len(self.graph) * asked.gpus))
+        self.state: Final = State(left=self.effort)
+
+    def spent(self) -> float:
+        """By how much the effort is over what it may be."""
+        return self.bounds.spent - self.state.left
+
+    def pulse(self) -> None:
+        """End where the time that was given has run out and there is a plan."""
+        limit = self.asked.max_seconds
+        if limit is not None and time.monotonic() - self.started > limit and self.state.best is not None:
+            raise OutOfTimeError
+
+    def job(self, item: Item, cut: Cut, recompute: tuple[bool, ...]) -> Job:
+        """A cut as the time model takes it."""
+        return job_of_cut(self.graph, self.asked, item.configuration, cut, recompute)
+
+    def time_cut(
+        self, item: Item, cut: Cut, recompute: tuple[bool, ...], bound_s: float, *, quick: bool = False
+    ) -> Order | None:
+        """Time one cut under every schedule of the family; its best order where it was worth timing."""
+        self.pulse()
+        state, configuration = self.state, item.configuration
+        job = self.job(item, cut, recompute)
+        walk = Walk(job)
+        self.bounds.spent += CUT_ACTIONS + 20 * len(self.graph)
+        bound = max(bound_s, cut_bound(walk, fused=item.fused))
+        if bound > state.best_s * (1 + EQUAL):
+            return None
+        effort = CLIMB_SIMULATIONS * 2 * configuration.num_microbatches * configuration.pipeline
+        effort = max(min(effort, -int(self.spent())), 0)
+        timing = time_cut(walk, configuration, item.names, bound_s=bound, effort=effort, quick=quick)
+        self.bounds.spent += timing.spent
+        if timing.may_be_beaten and not quick:  # a first look is no more: what is settled is timed again
+            seconds = timing.best.iteration_s if timing.best else math.inf
+            state.open_cuts.append(OpenCut(item=item, job=job, bound_s=bound, timed_s=seconds))
+        if timing.best is not None:
+            self.offer(configuration, job, timing.best)
+        return timing.best
+
+    def offer(self, configuration: Configuration, job: Job, order: Order) -> None:
+        """Take a timed cut where it is better than what there is."""
+        state = self.state
+        known = state.per_configuration.get(configuration)
+        if known is not None and order.iteration_s > known.iteration_s * (1 + EQUAL):
+            return
+        candidate = Candidate(
+            configuration=configuration,
+            job=job,
+            schedule=order.name,
+            warmup=order.warmup,
+            timeline=simulate(job, order.schedule, levels=False),
+        )
+        if candidate.better_than(known):
+            state.per_configuration[configuration] = candidate
+        if candidate.better_than(state.best):
+            state.best = candidate
+
+    def between(self, ideals: tuple[int, ...], lattice: Lattice) -> Cut:
+        """The layers of the stages between ideals."""
+        return [[self.graph.names[layer] for layer in lattice.layers(start, end)] for start, end in pairwise(ideals)]
+
+    def by_stage(self, stage_of: tuple[int, ...], stages: int) -> Cut:
+        """The layers of each stage, where each layer's stage is given."""
+        return [
+            [self.graph.names[layer] for layer, home in enumerate(stage_of) if home == stage] for stage in range(stages)
+        ]
