@@ -32,12 +32,18 @@ def show(
     svg: Path | None = typer.Option(None, help="Write the schedule as a picture.", show_default=False),
     trace: Path | None = typer.Option(None, help="Write a trace for ui.perfetto.dev.", show_default=False),
     measured: Path | None = typer.Option(
-        None, help="What run --trace FILE measured, to lay over what is predicted.", show_default=False
+        None,
+        help="What run --trace FILE measured, beside what is predicted: here, in the page, in the trace.",
+        show_default=False,
     ),
     everything: bool = typer.Option(False, "--all", help="Every stage, rank or layer, however many."),
     json: bool = typer.Option(False, "--json", help="Print all figures as one JSON document."),
 ) -> None:
-    """Show a plan (its stages, its schedule, its memory, what it loses and where) or a profile (its layers)."""
+    """Show a plan (its stages, its schedule, its memory, what it loses and where) or a profile (its layers).
+
+    With --measured, show a run of the plan beside it: iteration, idle time, each rank's busy time and peak memory, and
+    the messages that ranks waited for, from the end of the action that made one to the start of the one that needs it.
+    """
     _check_outputs(html=html, svg=svg, trace=trace)
     if _is_profile(path):
         if any(option is not None for option in (svg, trace, measured)):
@@ -64,7 +70,12 @@ def show(
     if json:
         from planner.report.document import plan_document
 
-        print_json(plan_document(shown))
+        print_json(plan_document(shown, recording))
+        return
+    if recording is not None:
+        from planner.report.beside_summary import beside_summary
+
+        _print(beside_summary(shown, recording, width=_width(), everything=everything))
         return
     from planner.report.summary import plan_summary
 

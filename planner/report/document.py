@@ -7,12 +7,17 @@ from typing import Any
 
 from planner.files import plain
 from planner.profile import Profile
+from planner.report.beside import beside
 from planner.report.layers import LayerRow, layer_rows
 from planner.report.overview import Overview
+from planner.runtime.recording import Recording
 
 
-def plan_document(shown: Overview) -> dict[str, Any]:
-    """A plan: its file's parts, with ``predicted`` as it follows now, and where the idle time comes from."""
+def plan_document(shown: Overview, recording: Recording | None = None) -> dict[str, Any]:
+    """A plan: its file's parts, with ``predicted`` as it follows now, and where the idle time comes from.
+
+    With a recording also ``measured``: each figure as {predicted, measured}.
+    """
     plan = shown.plan
     rows = layer_rows(
         shown.graph,
@@ -22,6 +27,7 @@ def plan_document(shown: Overview) -> dict[str, Any]:
         order=[name for stage in plan.stages for name in stage.layers],
     )
     said = plain(plan)
+    measured = {} if recording is None else {"measured": plain(beside(shown, recording))}
     return {
         "kind": "plan",
         **{key: said[key] for key in ("model", "profile", "cluster", "batch", "parallel", "schedule", "stages")},
@@ -32,6 +38,7 @@ def plan_document(shown: Overview) -> dict[str, Any]:
         "proven": shown.proven,
         "search": said.get("search"),
         "layers": [_layer(row) for row in rows],
+        **measured,
     }
 
 

@@ -21,7 +21,7 @@ from planner.report.splits import split_lines
 from planner.report.timeline import legend, timeline_text
 from planner.units import format_bytes, format_seconds
 
-_SCREEN: Final = 23
+SCREEN: Final = 23
 """Lines of a terminal, less the prompt."""
 _MOST_RANKS: Final = 8
 _CONSOLE: Final = Console(file=StringIO())
@@ -31,17 +31,17 @@ def plan_summary(shown: Overview, *, width: int, everything: bool = False) -> It
     """What a plan is, how good, its stages, its timeline."""
     stages, ranks = shown.plan.stages, shown.job.num_ranks
     head = [Text(line) for line in plan_lines(shown)]
-    room = max(8, _SCREEN - _height(head, width) - 7)  # two gaps, headings, note, axis, legend of two lines
+    room = max(8, SCREEN - height(head, width) - 7)  # two gaps, headings, note, axis, legend of two lines
     if everything:
         room = ranks + len(stages)
-    picked = _picked(ranks, ranks if everything else max(_MOST_RANKS, room - len(stages)) if room > 12 else room // 2)
+    drawn = picked(ranks, ranks if everything else max(_MOST_RANKS, room - len(stages)) if room > 12 else room // 2)
     yield from head
     yield ""
-    yield _stage_table(stages, most=room - len(picked), width=width)
+    yield _stage_table(stages, most=room - len(drawn), width=width)
     yield ""
     lines = timeline_text(shown.timeline, width=width)
-    yield from (lines[0], *(lines[1 + rank] for rank in picked))
-    left = f"; {len(picked)} of {ranks} ranks (--all: all)" if len(picked) < ranks else ""
+    yield from (lines[0], *(lines[1 + rank] for rank in drawn))
+    left = f"; {len(drawn)} of {ranks} ranks (--all: all)" if len(drawn) < ranks else ""
     yield Text(legend(shown.timeline) + left)
 
 
@@ -132,7 +132,7 @@ def profile_summary(
     head = [Text(line) for line in profile_lines(profile, rows, microbatch_size=microbatch_size)]
     yield from head
     yield ""
-    room = _SCREEN - _height(head, width) - 3  # a gap, headings, note
+    room = SCREEN - height(head, width) - 3  # a gap, headings, note
     runs = [[row] for row in rows] if everything or len(rows) <= room else list(_alike(rows, room))
     total = sum(row.load_s for row in rows)
     headings = ("layers", "kind", "F", "I", "W", "share", "params", "saved", "cut after")
@@ -228,7 +228,7 @@ def short(text: str, most: int) -> str:
     return f"{text[: most - 1 - tail]}…{text[len(text) - tail :]}"
 
 
-def _height(lines: Sequence[Text], width: int) -> int:
+def height(lines: Sequence[Text], width: int) -> int:
     """How many lines they take where they are folded."""
     return sum(len(line.wrap(_CONSOLE, width)) for line in lines)
 
@@ -263,7 +263,7 @@ def _span(numbers: Sequence[int]) -> str:
     return ",".join(map(str, numbers)) if len(numbers) <= 2 else f"{min(numbers)}..{max(numbers)}"
 
 
-def _picked(count: int, most: int) -> list[int]:
+def picked(count: int, most: int) -> list[int]:
     """At most so many of 0..count-1, first and last among them, evenly."""
     most = max(2, most)
     if count <= most:

@@ -8,11 +8,12 @@ is dots. Stages above a rank's lowest have small letters.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from rich.text import Text
 
-from planner.schedules import Letter
+from planner.schedules import Letter, Order
 from planner.simulate import Timeline
 from planner.units import format_bytes, format_seconds
 
@@ -36,9 +37,12 @@ def timeline_text(timeline: Timeline, *, width: int = 80) -> list[Text]:
     ]
     indent = max(map(len, names))
     cells = max(10, width - indent - max(map(len, ends)))
-    lines = [_axis(timeline, indent, cells)]
-    for rank, (name, end) in enumerate(zip(names, ends, strict=True)):
-        lines.append(Text(f"{name:<{indent}}") + _row(timeline, rank, cells) + Text(end))
+    lines = [axis_text(timeline.makespan_s, indent=indent, cells=cells)]
+    for name, end, order, starts, stops in zip(
+        names, ends, timeline.schedule, timeline.starts_s, timeline.ends_s, strict=True
+    ):
+        row = row_text(order, starts, stops, whole_s=timeline.makespan_s, cells=cells)
+        lines.append(Text(f"{name:<{indent}}") + row + Text(end))
     return lines
 
 
@@ -57,22 +61,22 @@ def legend(timeline: Timeline) -> str:
     return ", ".join(said)
 
 
-def _axis(timeline: Timeline, indent: int, cells: int) -> Text:
-    end = format_seconds(timeline.makespan_s)
-    middle = format_seconds(timeline.makespan_s / 2)
+def axis_text(whole_s: float, *, indent: int, cells: int) -> Text:
+    """Its start, its middle and its end."""
+    end = format_seconds(whole_s)
+    middle = format_seconds(whole_s / 2)
     half = cells // 2
     left = f"0{middle:>{half + len(middle) // 2}}"
     return Text(f"{'':{indent}}{left}{end:>{max(0, cells - len(left))}}", style="dim")
 
 
-def _row(timeline: Timeline, rank: int, cells: int) -> Text:
+def row_text(order: Order, starts_s: Sequence[float], ends_s: Sequence[float], *, whole_s: float, cells: int) -> Text:
     """One rank: every action that fills a cell is drawn from its first to its last; others share the cells left."""
-    order, starts, ends = timeline.schedule[rank], timeline.starts_s[rank], timeline.ends_s[rank]
-    scale = cells / timeline.makespan_s if timeline.makespan_s else 0.0
+    scale = cells / whole_s if whole_s else 0.0
     lowest = min((action.stage for action in order), default=0)
     shares: list[dict[tuple[str, Letter], float]] = [{} for _ in range(cells)]
     drawn: dict[int, tuple[str, Letter]] = {}
-    for (stage, letter, m), start, end in zip(order, starts, ends, strict=True):
+    for (stage, letter, m), start, end in zip(order, starts_s, ends_s, strict=True):
         first, last = start * scale, end * scale
         word = letter.value if stage == lowest else letter.value.lower()
         begin, stop = round(first), min(cells, round(last))

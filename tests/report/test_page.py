@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from support.browser import chromium, opened, tooltip
 from support.command import pipeplan
 from support.plans import chain_profile, fresh_plan, plans, profiles, save
+from support.recordings import recorded
 
 from planner.plan import Plan, read_plan, schedule_of
 from planner.plan.check import profile_of
@@ -22,8 +23,7 @@ from planner.report.html import plan_page
 from planner.report.overview import Overview, overview_of
 from planner.report.palette import DARK, LIGHT
 from planner.report.trace import write_recording
-from planner.runtime.recording import RecordedRank, Recording
-from planner.schedules import Letter, ScheduleName, format_order
+from planner.schedules import Letter, ScheduleName
 from planner.units import format_bytes, format_seconds
 
 LEFT, TOP = 58, 22
@@ -369,25 +369,8 @@ def test_names_are_text_whatever_they_hold(browser: Any, tmp_path: Path) -> None
 def test_predicted_and_measured_stand_one_above_the_other(browser: Any, tmp_path: Path) -> None:
     profile = chain_profile(4)
     plan = fresh_plan(profile, _even(4, 2), ranks=2)
-    timeline = overview_of(plan, profile).timeline
-    slower = 1.5
-    recording = Recording(
-        fingerprint=plan.model.fingerprint,
-        steps=4,
-        iteration_s=timeline.iteration_s * slower,
-        bubble_fraction=0.25,
-        ranks=tuple(
-            RecordedRank(
-                rank=rank,
-                actions=format_order(order),
-                starts_s=tuple(slower * start for start in timeline.starts_s[rank]),
-                ends_s=tuple(slower * end for end in timeline.ends_s[rank]),
-                ended_s=slower * timeline.iteration_s,
-                peak_memory_bytes=2 * timeline.ranks[rank].peak_memory_bytes,
-            )
-            for rank, order in enumerate(timeline.schedule)
-        ),
-    )
+    slower, before = 1.5, overview_of(plan, profile)
+    timeline, recording = before.timeline, recorded(before, slower=1.5, steps=4, memory=2.0)
     write_recording(tmp_path / "run.json", recording, plan)
     shown = _page(plan, profile, tmp_path, row=32, words=["--measured", tmp_path / "run.json"])
     with opened(browser, shown.path) as page:

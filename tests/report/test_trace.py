@@ -15,12 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.command import pipeplan, refused
 from support.plans import chain_profile, fresh_plan, plans, profiles, save
+from support.recordings import recorded
 
 from planner.plan import Plan, schedule_of
 from planner.report.overview import Overview, overview_of
 from planner.report.trace import read_recording, write_recording, write_trace
-from planner.runtime.recording import RecordedRank, Recording, recording_of
-from planner.schedules import format_order
+from planner.runtime.recording import Recording, recording_of
 
 NANOSECOND = 1e-3
 
@@ -140,34 +140,12 @@ def _expected_ends(plan: Plan) -> Counter[tuple[str, str, int]]:
     return made
 
 
-def _recorded(shown: Overview, *, slower: float = 1.25) -> Recording:
-    """A measurement as a run would leave it, a little slower than predicted."""
-    timeline = shown.timeline
-    return Recording(
-        fingerprint=shown.plan.model.fingerprint,
-        steps=3,
-        iteration_s=timeline.iteration_s * slower,
-        bubble_fraction=timeline.bubble_fraction,
-        ranks=tuple(
-            RecordedRank(
-                rank=rank,
-                actions=format_order(order),
-                starts_s=tuple(start * slower for start in timeline.starts_s[rank]),
-                ends_s=tuple(end * slower for end in timeline.ends_s[rank]),
-                ended_s=timeline.iteration_s * slower,
-                peak_memory_bytes=timeline.ranks[rank].peak_memory_bytes + 1,
-            )
-            for rank, order in enumerate(timeline.schedule)
-        ),
-    )
-
-
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_predicted_and_measured_load_together_under_the_same_ids(data: st.DataObject) -> None:
     profile = data.draw(profiles())
     shown = overview_of(data.draw(plans(profile)), profile)
-    recording = _recorded(shown)
+    recording = recorded(shown, more_bytes=1)
     events = _traced(shown, recording)
     check_format(events)
     foretold, measured = _compute(events, "predicted"), _compute(events, "measured")
@@ -186,7 +164,7 @@ def test_a_recording_is_read_again_as_it_was(tmp_path: Path) -> None:
     profile = chain_profile(6)
     plan = fresh_plan(profile, [["block.0", "block.1"], ["block.2", "block.3"], ["block.4", "block.5"]], ranks=3)
     shown = overview_of(plan, profile)
-    recording = _recorded(shown)
+    recording = recorded(shown, more_bytes=1)
     write_recording(tmp_path / "run.json", recording, plan)
     assert read_recording(tmp_path / "run.json") == recording
     check_format(_events(tmp_path / "run.json"))
@@ -202,7 +180,7 @@ def _measured(path: Path, **changes: Any) -> Path:
     """A file of a measurement of the plan in ``path``, with some of it changed."""
     profile = chain_profile(4)
     plan = fresh_plan(profile, [["block.0", "block.1"], ["block.2", "block.3"]], ranks=2)
-    recording = dataclasses.replace(_recorded(overview_of(plan, profile)), **changes)
+    recording = dataclasses.replace(recorded(overview_of(plan, profile)), **changes)
     write_recording(path.parent / "run.json", recording, plan)
     return path.parent / "run.json"
 
