@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor, fx, nn
@@ -20,11 +20,9 @@ from planner.capture.masks import fold_masks
 from planner.capture.model_file import ModelFile
 from planner.capture.program import StageProgram, build_program
 from planner.capture.seeds import RandomStream
+from planner.capture.sharding import Sharding
 from planner.capture.weightless import Fakes, buffers_to, parameters_on_meta
 from planner.errors import InputError
-
-if TYPE_CHECKING:
-    from planner.capture.shard import Sharding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +73,7 @@ class Capture:
     """A captured model: layers in execution order, the acyclic graph of edges, and ``module`` with the weights.
 
     ``sharding``: where it is that of one tensor rank, how the model is split over them.
-    ``fakes``: where it was captured without the memory of its weights, which are on meta then then.
-    values where nothing tells them.
+    ``fakes``: where it was captured without the memory of its weights, which are on meta then.
     """
 
     model_file: ModelFile

@@ -8,64 +8,18 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-import torch
 from torch import fx, nn
 
 from planner.capture.analysis import Analysis, settled_as
 from planner.capture.capture import Capture, layers_of
 from planner.capture.seeds import RandomStream
-from planner.capture.shard_ops import Collectives, TensorGroup
+from planner.capture.shard_ops import Collectives
 from planner.capture.shard_plan import ShardPlan, plan_shards
 from planner.capture.shard_rewrite import Rewriter
-from planner.capture.shard_split import Split
+from planner.capture.sharding import Exchanged, LayerSharding, Sharding
 from planner.errors import InputError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exchanged:
-    """Sums over the tensor ranks in one action: calls, and bytes summed over calls."""
-
-    count: int
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerSharding:
-    """What of a layer is split: modules by how ("column", "row", "rows of the vocabulary"); and why others are not."""
-
-    name: str
-    split: tuple[tuple[str, str], ...]
-    whole: tuple[tuple[str, str], ...]
-    forward: Exchanged
-    backward_input: Exchanged
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sharding:
-    """How a model is split over ``size`` tensor ranks, and which of them this is.
-
-    ``parameters``: those that each rank holds a part of; all others, and their gradients, are the same on every rank.
-    """
-
-    size: int
-    rank: int
-    parameters: Mapping[str, Split]
-    layers: tuple[LayerSharding, ...]
-    collectives: Collectives = field(repr=False)
-
-    def connect(self, group: TensorGroup) -> None:
-        """From now on the graph's sums go over this group."""
-        self.collectives.group = group
-
-    def take_parts(self, module: nn.Module) -> None:
-        """Put the rank's parts in the place of a module's whole parameters."""
-        for name, parameter in module.named_parameters():
-            if name in self.parameters:
-                part = self.parameters[name].part(parameter.data, self.size, self.rank)
-                parameter.data = part.clone(memory_format=torch.contiguous_format)
 
 
 def shard(captured: Capture, *, tensor: int, rank: int = 0) -> Capture:

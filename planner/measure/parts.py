@@ -12,7 +12,8 @@ from dataclasses import replace
 from torch import nn
 
 from planner.capture import Capture
-from planner.capture.shard import Exchanged, shard
+from planner.capture.shard import shard
+from planner.capture.sharding import Exchanged
 from planner.errors import InputError
 from planner.profile import Collective, Collectives, LayerSplit
 

@@ -25,7 +25,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from planner.capture import Batch, Capture, ModelFile, capture_as, load_model_file
-from planner.capture.shard import Sharding, shard
+from planner.capture.shard import shard
+from planner.capture.sharding import Sharding
 from planner.errors import InputError
 from planner.runtime.board import Board, State
 from planner.runtime.checkpoint import Checkpoints, Content, Part, check, content_of, load
