@@ -1,41 +1,62 @@
 """Where all there is is little: every cut, every choice of stages that recompute, every named schedule, every warm-up.
 
+    list      every cut of every configuration whose bound is below the best time
+    settle    cut by cut, least bound first: branch and bound over warm-ups and recompute (warmups.py)
+    climb     where that is too much: warm-ups near the usual ones and near what they lead to
+
 What bounds alone cannot settle (several stages a rank, schedules with backwards in two parts) is settled so on small
-graphs. ``complete`` says whether everything was looked at; where warm-ups are too many they are climbed instead.
+graphs. ``complete`` says whether everything was looked at.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import heapq
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import Final
+from typing import Final, NamedTuple
+
+import numpy as np
 
 from planner.cluster import memory_limit
 from planner.errors import InputError
 from planner.graph import LayerGraph
-from planner.schedules import Schedule, ScheduleName, build, default_warmup, ranks_of, shape_fault
+from planner.schedules import ScheduleName, build, default_warmup, ranks_of, shape_fault
 from planner.search.bound import cut_bound
 from planner.search.figures import LayerFigures
 from planner.search.job import job_of_cut
-from planner.search.lattice import Lattice
+from planner.search.lattice import Floats, Lattice
 from planner.search.result import Candidate
 from planner.search.space import Asked, Configuration
-from planner.simulate import Walk, simulate
+from planner.search.warmups import Branching, Effort, OutOfEffortError, Rows, rows_of, with_recompute
+from planner.simulate import Job, Walk, simulate
 
 MOST_LAYERS: Final = 12
 """Larger graphs are not tried."""
-_MOST_CUTS: Final = 20_000
-"""Cuts of a configuration, times its choices of stages that recompute."""
-_MOST_WARMUPS: Final = 300
-_MOST_ACTIONS: Final = 1_000_000
-_LOADS: Final = 30
-_READY: Final = 700
+_LIST: Final = 10_000_000
+_SETTLE: Final = 6_000_000
+_CLIMB: Final = 600_000
+"""What listing, settling and climbing may take, in simulated actions (about a microsecond each)."""
+_READY: Final = 400
 _SIMULATED: Final = 80
-"""What a look at the loads of a cut takes, what making it ready, what each simulation on top: in simulated actions."""
+"""What making a cut ready takes, what each simulation on top."""
+_SOON: Final = (10, 30, 100)
+_OFTEN: Final = 300
+"""After so many listed cuts the nearest of them is settled, so that fewer are left to list."""
 _EQUAL: Final = 1e-9
 
-_Warmup = tuple[int, ...] | None
+_Warmup = tuple[int, ...]
+
+
+class _Begun(NamedTuple):
+    """A cut that may be faster, by its bound."""
+
+    bound_s: float
+    place: int
+    configuration: Configuration
+    ideals: tuple[int, ...]
 
 
 class Exhaust:
@@ -46,147 +67,215 @@ class Exhaust:
         self.asked: Final = asked
         self.lattice: Final = lattice
         self.limit: Final = memory_limit(asked.cluster)
+        choices = {"none": (False,), "all": (True,), "auto": (False, True)}[asked.recompute]
+        self.choices: Final = choices if self.limit is not None else choices[:1]  # it only takes time
         self.complete = True
-        self.left = _MOST_ACTIONS
+        self.than_s = math.inf
+        self._unlimited: Final = dataclasses.replace(
+            asked, cluster=dataclasses.replace(asked.cluster, memory_bytes=None)
+        )
+        first = np.searchsorted(lattice.start, np.arange(len(lattice) + 1))
+        self._ends: Final = [lattice.end[low:high].tolist() for low, high in pairwise(first)]
+        self._left: Final = (lattice.size[-1] - lattice.size).tolist()
+        self._rows: dict[tuple[ScheduleName, Configuration], list[Rows] | None] = {}
+        self._names: dict[tuple[int, int], list[str]] = {}
 
     def faster(
         self, configurations: Sequence[Configuration], than_s: float, pulse: Callable[[], None]
     ) -> Iterator[Candidate]:
         """Whatever is faster than a time that is reached; ``pulse`` is called now and then, and may raise."""
-        for configuration in configurations:
-            schedules = _Schedules(configuration, self.asked.schedules)
-            self.complete &= schedules.complete
-            for cut, again, least_s in self._cuts(configuration):
-                if self.left < 0:
-                    self.complete = False
-                    return
-                if least_s >= than_s * (1 - _EQUAL):
-                    continue
-                pulse()
-                self.left -= _READY
-                walk = Walk(job_of_cut(self.graph, self.asked, configuration, cut, again))
-                if cut_bound(walk, fused=False) >= than_s * (1 - _EQUAL):
-                    continue
-                for name, every in schedules.warmups.items():
-                    for found in self._timed(walk, schedules, name, every, than_s):
-                        than_s = found.iteration_s
-                        yield found
-
-    def _cuts(self, configuration: Configuration) -> Iterator[tuple[list[list[str]], tuple[bool, ...], float]]:
-        """Every cut and choice of stages that recompute, with what its busiest rank takes."""
-        stages = configuration.pipeline * configuration.virtual
-        choices = {"none": (False,), "all": (True,), "auto": (False, True)}[self.asked.recompute]
-        if self.limit is None and len(choices) > 1:
-            choices = (False,)  # it only takes time
-        cuts = self.lattice.every_cut(stages, _MOST_CUTS // len(choices) ** stages)
-        if cuts is None:
+        self.than_s = than_s
+        begun: list[_Begun] = []
+        try:
+            listing = Effort(_LIST, pulse)
+            for number, one in enumerate(self._listed(configurations, listing)):
+                heapq.heappush(begun, one)
+                if number in _SOON or number % _OFTEN == _OFTEN - 1:
+                    yield from self._settled(heapq.heappop(begun), listing)
+        except OutOfEffortError:
             self.complete = False
-            return
-        layers = LayerFigures(
-            self.graph,
-            microbatch_size=configuration.microbatch_size,
-            tensor=configuration.tensor,
-            cluster=self.asked.cluster,
-        )
+        for pass_, effort in ((self._settled, _SETTLE), (self._climbed, _CLIMB)):
+            spent = Effort(effort, pulse)
+            try:
+                for one in sorted(begun):
+                    if self._beats(one.bound_s):
+                        yield from pass_(one, spent)
+            except OutOfEffortError:
+                self.complete = False
+            if self.complete:
+                return
+
+    def _beats(self, seconds: float) -> bool:
+        return seconds < self.than_s * (1 - _EQUAL)
+
+    # --- cuts ---------------------------------------------------------------------------------------------------------
+
+    def _listed(self, configurations: Sequence[Configuration], effort: Effort) -> Iterator[_Begun]:
+        """Every cut that its busiest rank and its bound leave below the best time."""
+        place = itertools.count()
+        for configuration in configurations:
+            layers = LayerFigures(
+                self.graph,
+                microbatch_size=configuration.microbatch_size,
+                tensor=configuration.tensor,
+                cluster=self.asked.cluster,
+            )
+            loads = layers.load_s + (layers.forward_s if self.choices[0] else 0.0)
+            for ideals in self._light(configuration, loads * configuration.num_microbatches, effort):
+                effort.spend(_READY)
+                bound = cut_bound(Walk(self._job(configuration, ideals)), fused=False)
+                if self._beats(bound):
+                    yield _Begun(bound, next(place), configuration, ideals)
+
+    def _light(self, configuration: Configuration, loads: Floats, effort: Effort) -> Iterator[tuple[int, ...]]:
+        """The ideals of every cut with no rank that has more to do than the best time."""
+        before = (self.lattice.members @ loads).tolist()  # of all layers in an ideal
         homes = ranks_of(configuration.pipeline, configuration.virtual, configuration.placement)
-        for ideals in cuts:
-            members = [self.lattice.layers(*step) for step in pairwise(ideals)]
-            cut = [[self.graph.names[layer] for layer in inside] for inside in members]
-            loads = [float(layers.load_s[inside].sum()) for inside in members]
-            forwards = [float(layers.forward_s[inside].sum()) for inside in members]
-            for again in itertools.product(choices, repeat=stages):
-                self.left -= _LOADS
-                busy = [0.0] * configuration.pipeline
-                for home, load, forward, recomputes in zip(homes, loads, forwards, again, strict=True):
-                    busy[home] += load + forward * recomputes
-                yield cut, again, configuration.num_microbatches * max(busy)
+        busy = [0.0] * configuration.pipeline
+
+        def going_on(begun: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+            stage, start = len(begun) - 1, begun[-1]
+            if stage == len(homes):
+                yield begun
+                return
+            home, left = homes[stage], len(homes) - stage - 1
+            for end in self._ends[start]:
+                if self._left[end] < left or (left == 0 and self._left[end]):
+                    continue
+                effort.spend(1)
+                load = before[end] - before[start]
+                if self._beats((busy[home] + load) * (1 - _EQUAL)):
+                    busy[home] += load
+                    yield from going_on((*begun, end))
+                    busy[home] -= load
+
+        return going_on((0,))
+
+    def _job(self, configuration: Configuration, ideals: Sequence[int], *, limited: bool = False) -> Job:
+        """A cut as it comes: no stage recomputes that need not; ``limited``: in the memory that there is."""
+        for step in pairwise(ideals):
+            if step not in self._names:
+                self._names[step] = [self.graph.names[layer] for layer in self.lattice.layers(*step)]
+        cut = [self._names[step] for step in pairwise(ideals)]
+        asked = self.asked if limited or len(self.choices) == 1 else self._unlimited
+        return job_of_cut(self.graph, asked, configuration, cut, [self.choices[0]] * len(cut))
+
+    # --- orders -------------------------------------------------------------------------------------------------------
+
+    def _settled(self, one: _Begun, effort: Effort) -> Iterator[Candidate]:
+        """All warm-ups and choices of what recomputes."""
+        effort.spend(_READY)
+        branching = Branching(self._job(one.configuration, one.ideals, limited=True), self.choices, effort)
+        for name in self._suited(one.configuration):
+            for rows in self._rows_of(name, one.configuration):
+                for walk, warmup, timeline in branching.faster(rows, self.than_s):
+                    self.than_s = timeline.iteration_s
+                    yield Candidate(
+                        configuration=one.configuration,
+                        job=walk.job,
+                        schedule=name,
+                        warmup=warmup,
+                        timeline=timeline,
+                    )
+
+    def _suited(self, shape: Configuration) -> list[ScheduleName]:
+        """The schedules asked for that suit a shape, without those that another one has among its warm-ups."""
+        names = [
+            name
+            for name in self.asked.schedules
+            if not shape_fault(name, virtual=shape.virtual, placement=shape.placement)
+        ]
+        if ScheduleName.ZB_H1 in names:
+            names = [name for name in names if name is not ScheduleName.ZB_H2]
+        if shape.virtual == 1 and ScheduleName.ONE_F_ONE_B in names:
+            same = (ScheduleName.GPIPE, ScheduleName.INTERLEAVED, ScheduleName.LOOPED_BFS)
+            names = [name for name in names if name not in same]
+        return names
+
+    def _rows_of(self, name: ScheduleName, configuration: Configuration) -> list[Rows]:
+        """What the ranks may run; nothing, where warm-ups are too many."""
+        key = (name, configuration)
+        if key not in self._rows:
+            self._rows[key] = rows_of(name, configuration)
+        rows = self._rows[key]
+        self.complete &= rows is not None
+        return rows or []
+
+    def _climbed(self, one: _Begun, effort: Effort) -> Iterator[Candidate]:
+        """Usual warm-ups, with no stage or all recomputing, and what is near those that are faster and fit."""
+        effort.spend(_READY)
+        job, shape = self._job(one.configuration, one.ideals, limited=True), one.configuration
+        walks: dict[tuple[bool, ...], Walk] = {}
+        starts = [(choice,) * len(job.stages) for choice in self.choices]
+        for name in self._suited(shape):
+            waiting = list(itertools.product(_usual(name, shape), starts))[::-1]
+            seen = set(waiting)
+            while waiting:
+                warmup, again = waiting.pop()
+                if again not in walks:
+                    walks[again] = Walk(with_recompute(job, again))
+                found = self._timed(walks[again], shape, name, warmup, effort)
+                if found is not None:
+                    self.than_s = found.iteration_s
+                    yield found
+                    near = [entry for entry in _near(shape, warmup, again, self.choices) if entry not in seen]
+                    seen.update(near)
+                    waiting += near
 
     def _timed(
-        self, walk: Walk, schedules: _Schedules, name: ScheduleName, every: Sequence[_Warmup], than_s: float
-    ) -> Iterator[Candidate]:
-        """The warm-ups that are faster and fit; where not all stand there, those near the best one too."""
-        waiting, seen = list(reversed(every)), set(every)
-        climbs = name in schedules.climbed
-        while waiting and self.left >= 0:
-            warmup = waiting.pop()
-            seconds = self._seconds(walk, schedules.schedule(name, warmup))
-            if seconds >= than_s * (1 - _EQUAL):
-                continue
-            found = Candidate(
-                configuration=schedules.configuration,
-                job=walk.job,
-                schedule=name,
-                warmup=warmup,
-                timeline=simulate(walk, schedules.schedule(name, warmup)),
-            )
-            if self.limit is not None and found.peak_memory_bytes > self.limit:
-                continue
-            than_s = seconds
-            yield found
-            if climbs and warmup is not None:
-                near = [one for one in schedules.near(warmup) if one not in seen]
-                seen.update(near)
-                waiting += near
-
-    def _seconds(self, walk: Walk, schedule: Schedule) -> float:
-        self.left -= sum(map(len, schedule)) + _SIMULATED
-        try:
-            return simulate(walk, schedule, memory=False).iteration_s
-        except InputError:  # a warm-up that waits for ever
-            return float("inf")
-
-
-class _Schedules:
-    """The named schedules of a shape, each at all its warm-ups; ``climbed``: those with too many."""
-
-    def __init__(self, configuration: Configuration, names: Sequence[ScheduleName]) -> None:
-        self.configuration: Final = configuration
-        self.deepest: Final = configuration.virtual * configuration.num_microbatches
-        self.warmups: Final[dict[ScheduleName, Sequence[_Warmup]]] = {}
-        self.climbed: Final[set[ScheduleName]] = set()
-        self._made: dict[tuple[ScheduleName, _Warmup], Schedule] = {}
-        for name in names:
-            fault = shape_fault(name, virtual=configuration.virtual, placement=configuration.placement)
-            if fault is None and name is not ScheduleName.SYNTHESISED:
-                self.warmups[name] = self._of(name)
-
-    @property
-    def complete(self) -> bool:
-        """Whether every warm-up is there."""
-        return not self.climbed
-
-    def _of(self, name: ScheduleName) -> Sequence[_Warmup]:
-        shape, deepest = self.configuration, self.deepest
-        default = default_warmup(
-            name, num_ranks=shape.pipeline, virtual=shape.virtual, num_microbatches=shape.num_microbatches
+        self,
+        walk: Walk,
+        shape: Configuration,
+        name: ScheduleName,
+        warmup: _Warmup | None,
+        effort: Effort,
+    ) -> Candidate | None:
+        """A plan, if it is faster and fits."""
+        schedule = build(
+            name,
+            num_ranks=shape.pipeline,
+            virtual=shape.virtual,
+            num_microbatches=shape.num_microbatches,
+            placement=shape.placement,
+            warmup=warmup,
         )
-        if default is None:
-            return [None]
-        if deepest**shape.pipeline <= _MOST_WARMUPS:
-            return list(itertools.product(range(1, deepest + 1), repeat=shape.pipeline))
-        self.climbed.add(name)
-        return list(dict.fromkeys((default, *self.near(default), *itertools.islice(self._runs(default), 8))))
+        effort.spend(sum(map(len, schedule)) + _SIMULATED)
+        try:
+            if not self._beats(simulate(walk, schedule, memory=False).iteration_s):
+                return None
+        except InputError:  # a warm-up that waits for ever
+            return None
+        timeline = simulate(walk, schedule, levels=False)
+        if self.limit is not None and max(use.peak_memory_bytes for use in timeline.ranks) > self.limit:
+            return None
+        return Candidate(configuration=shape, job=walk.job, schedule=name, warmup=warmup, timeline=timeline)
 
-    def near(self, warmup: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        """One or two more or fewer on one rank."""
-        for rank, by in itertools.product(range(len(warmup)), (1, -1, 2, -2)):
-            if 1 <= warmup[rank] + by <= self.deepest:
-                yield (*warmup[:rank], warmup[rank] + by, *warmup[rank + 1 :])
 
-    def _runs(self, warmup: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        """So many more or fewer on all ranks."""
-        for by in (1, -1, 2, -2, 3, 4, 6, 8):
-            yield tuple(min(self.deepest, max(1, depth + by)) for depth in warmup)
+def _usual(name: ScheduleName, shape: Configuration) -> list[_Warmup | None]:
+    """The default warm-up, one or two more or fewer on one rank, some more or fewer on all."""
+    deepest = shape.virtual * shape.num_microbatches
+    usual = default_warmup(
+        name, num_ranks=shape.pipeline, virtual=shape.virtual, num_microbatches=shape.num_microbatches
+    )
+    if usual is None:
+        return [None]
+    runs = (tuple(min(deepest, max(1, depth + by)) for depth in usual) for by in (1, -1, 2, -2, 3, 4, 6, 8))
+    return list(dict.fromkeys((usual, *_changed(usual, deepest), *runs)))
 
-    def schedule(self, name: ScheduleName, warmup: _Warmup) -> Schedule:
-        """A schedule at a warm-up, made once."""
-        if (name, warmup) not in self._made:
-            self._made[name, warmup] = build(
-                name,
-                num_ranks=self.configuration.pipeline,
-                virtual=self.configuration.virtual,
-                num_microbatches=self.configuration.num_microbatches,
-                placement=self.configuration.placement,
-                warmup=warmup,
-            )
-        return self._made[name, warmup]
+
+def _changed(warmup: _Warmup, deepest: int) -> Iterator[_Warmup]:
+    """One or two more or fewer on one rank."""
+    for rank, by in itertools.product(range(len(warmup)), (1, -1, 2, -2)):
+        if 1 <= warmup[rank] + by <= deepest:
+            yield (*warmup[:rank], warmup[rank] + by, *warmup[rank + 1 :])
+
+
+def _near(
+    shape: Configuration, warmup: _Warmup | None, again: tuple[bool, ...], choices: Sequence[bool]
+) -> Iterator[tuple[_Warmup | None, tuple[bool, ...]]]:
+    """A little more or less on one rank; one stage more or fewer that recomputes."""
+    if warmup is not None:
+        for changed in _changed(warmup, shape.virtual * shape.num_microbatches):
+            yield changed, again
+    for stage in range(len(again)) if len(choices) > 1 else ():
+        yield warmup, (*again[:stage], not again[stage], *again[stage + 1 :])

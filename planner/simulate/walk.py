@@ -49,9 +49,13 @@ class Walk:
         self.sends: tuple[Handover, ...] = tuple(handover(stage, stage.sends, job, links) for stage in job.stages)
         self.returns: tuple[Handover, ...] = tuple(handover(stage, stage.returns, job, links) for stage in job.stages)
 
-    def run(self, schedule: Schedule) -> Walked:
-        """Starts and ends of every action. Raises InputError where the schedule waits for ever."""
-        kinds = _Kinds(self)
+    def run(self, schedule: Schedule, *, apart: bool = False) -> Walked:
+        """Starts and ends of every action. Raises InputError where the schedule waits for ever.
+
+        ``apart``: activations and gradients have links of their own, so that the schedule's rows may be more than the
+        ranks: one rank's forwards beside its backwards, each row in order. No order of that rank is faster.
+        """
+        kinds = _Kinds(self, apart)
         forward, backward, backward_input, weight = kinds.forward, kinds.backward, kinds.backward_input, kinds.weight
         is_forward, is_backward, is_weight = Letter.FORWARD, Letter.BACKWARD, Letter.BACKWARD_WEIGHT
         starts: list[list[float]] = [[] for _ in schedule]
@@ -113,7 +117,7 @@ class Walk:
 class _Kinds:
     """Of every letter and stage what the loop needs, with empty notes of what has arrived."""
 
-    def __init__(self, walk: Walk) -> None:
+    def __init__(self, walk: Walk, apart: bool) -> None:
         job = walk.job
         num_stages, empty = len(job.stages), [_NOT_YET] * job.num_microbatches
         self.departures: dict[tuple[int, int], list[float]] = {}
@@ -130,10 +134,11 @@ class _Kinds:
                 return waits[to_stage][-1]
 
             rank = job.stages[stage].rank
+            back = rank + job.num_ranks if apart else rank
             wires = [
                 (
                     note(parcel.to_stage),
-                    self.departures.setdefault((rank, parcel.to_rank), [0.0]),
+                    self.departures.setdefault((rank if forward else back, parcel.to_rank), [0.0]),
                     parcel.busy_s,
                     parcel.latency_s,
                     tuple(map(note, parcel.riders)),
