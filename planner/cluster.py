@@ -96,6 +96,16 @@ def device_memory(name: str) -> int:
     return known
 
 
+def parse_memory(text: str) -> int:
+    """Bytes of a device's memory: an amount, as ``80GiB``, or a known device's name. Raises InputError on neither."""
+    try:
+        return parse_bytes(text)
+    except InputError:
+        if not any(letter.isalpha() for letter in text) or text.strip()[:1].isdigit():
+            raise
+    return device_memory(text)
+
+
 def resolve(cluster: Cluster | None, profile: Profile, memory: int | None = None) -> Cluster:
     """The cluster with every default filled.
 

@@ -282,7 +282,7 @@ def _leaves_only(items: Any, room: int) -> bool:
 
 def _represent_mapping(dumper: _Dumper, data: dict[str, Any]) -> yaml.Node:
     node = dumper.represent_mapping("tag:yaml.org,2002:map", data.items(), flow_style=False)
-    node.flow_style = _leaves_only(data.values(), 90) and 0 < len(data) <= 5
+    node.flow_style = _leaves_only(data.values(), 90 if len(data) <= 5 else 104) and 0 < len(data) <= 7
     return node
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from planner.graph import LayerGraph
     from planner.plan import Plan
     from planner.schedules import ScheduleName
-    from planner.search import Asked, Candidate, Found, Progress
+    from planner.search import Asked, Found, Progress
 
 
 class Recompute(StrEnum):
@@ -35,7 +35,9 @@ def solve(
     profile: Path | None = typer.Argument(None, help="The profile (default: the newest in profiles/)."),
     gpus: int = typer.Option(..., min=1, help="GPUs (processes, where there is none) at most."),
     batch: int | None = typer.Option(None, min=1, help="Samples per optimizer step (default: the profile's)."),
-    memory: str | None = typer.Option(None, help="Memory of each GPU, e.g. 80GiB (default: the profiled device's)."),
+    memory: str | None = typer.Option(
+        None, help="Memory of each GPU, e.g. 80GiB or h100-sxm (default: the profiled device's)."
+    ),
     cluster: Path | None = typer.Option(None, help="A cluster file: nodes, links, memory."),
     output: Path = typer.Option(Path("plan.yaml"), "-o", "--output", help="Where the plan is written."),
     explain: bool = typer.Option(False, "--explain", help="Show the cut, where its time goes, what else was near."),
@@ -53,7 +55,7 @@ def solve(
 
     Exit code 3 where nothing fits, with what is missing and the smallest change that would do.
     """
-    from planner.cluster import read_cluster, resolve
+    from planner.cluster import parse_memory, read_cluster, resolve
     from planner.files import check_replaceable, check_writable, plain
     from planner.graph import LayerGraph
     from planner.plan import write_plan
@@ -61,7 +63,6 @@ def solve(
     from planner.profile import read_profile
     from planner.search import Asked
     from planner.search.shortfall import NoPlanFitsError
-    from planner.units import parse_bytes
 
     notes: list[str] = []
     path = profile or _newest(notes)
@@ -75,7 +76,7 @@ def solve(
         cluster=resolve(
             read_cluster(cluster) if cluster is not None else None,
             read,
-            parse_bytes(memory) if memory is not None else None,
+            parse_memory(memory) if memory is not None else None,
         ),
         schedules=_schedules(schedule),
         pipeline=_sizes("--pipeline", pipeline),
@@ -179,9 +180,10 @@ def _tell(found: Found, explain: bool) -> None:
 def _document(plan: Plan, found: Found) -> dict[str, Any]:
     """The plan, with the best of every other configuration and the baselines."""
     from planner.files import plain
+    from planner.plan.build import name_of
 
     others = [
-        {"name": _name(one), "iteration_s": one.iteration_s, "fits": True}
+        {"name": name_of(one), "iteration_s": one.iteration_s, "fits": True}
         for one in found.alternatives
         if one is not found.best
     ]
@@ -195,11 +197,3 @@ def _document(plan: Plan, found: Found) -> dict[str, Any]:
     ]
     document: dict[str, Any] = plain(plan)
     return document | {"alternatives": others, "baselines": by_hand}
-
-
-def _name(candidate: Candidate) -> str:
-    """A plan in a few words: its sizes and its schedule."""
-    shape = candidate.configuration
-    sizes = {"P": shape.pipeline, "D": shape.data, "T": shape.tensor, "v": shape.virtual, "b": shape.microbatch_size}
-    told = (f"{letter}={size}" for letter, size in sizes.items() if size > 1 or letter in "Pb")
-    return " ".join([*told, candidate.schedule.value])

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Final
 
 from planner.files import sha256_of
 from planner.plan.job import asked_of, predicted_of
-from planner.plan.plan import Batch, Parallel, Plan, PlannedModel, PlannedProfile, PlannedSchedule, Search
-from planner.schedules import ScheduleName, format_order
+from planner.plan.plan import Batch, LostPlan, Parallel, Plan, PlannedModel, PlannedProfile, PlannedSchedule, Search
+from planner.schedules import Placement, ScheduleName, format_order
 from planner.search import Candidate, Found
+
+_MOST_LOST: Final = 10
 
 
 def plan_of(found: Found, *, profile_path: Path, plan_path: Path) -> Plan:
@@ -30,8 +33,36 @@ def plan_of(found: Found, *, profile_path: Path, plan_path: Path) -> Plan:
             pruned=found.pruned,
             proven=found.proven,
             seconds=round(found.seconds, 3),
+            lost=tuple(_lost(one) for one in found.alternatives if one is not found.best)[:_MOST_LOST],
         ),
     )
+
+
+def _lost(candidate: Candidate) -> LostPlan:
+    shape = candidate.configuration
+    return LostPlan(
+        name=name_of(candidate),
+        gpus=shape.gpus,
+        microbatch=shape.microbatch_size,
+        microbatches=shape.num_microbatches,
+        iteration_s=_six_digits(candidate.iteration_s),
+        bubble_fraction=_six_digits(candidate.timeline.bubble_fraction),
+        peak_memory_bytes=candidate.peak_memory_bytes,
+    )
+
+
+def _six_digits(figure: float) -> float:
+    return float(f"{figure:.6g}")
+
+
+def name_of(candidate: Candidate) -> str:
+    """A plan in a few words: its sizes and its schedule."""
+    shape = candidate.configuration
+    sizes = {"P": shape.pipeline, "D": shape.data, "T": shape.tensor, "v": shape.virtual, "b": shape.microbatch_size}
+    told = (f"{letter}={size}" for letter, size in sizes.items() if size > 1 or letter in "Pb")
+    vee = candidate.schedule is ScheduleName.SYNTHESISED and shape.placement is Placement.V
+    again = any(stage.recompute for stage in candidate.stages)
+    return " ".join([*told, candidate.schedule.value]) + " in v" * vee + ", recompute" * again
 
 
 def candidate_plan(

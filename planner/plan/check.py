@@ -103,6 +103,9 @@ def check_plan(plan: Plan, profile: Profile) -> PlanCheck:
     if search is not None and search.proven and (stale or predicted.bound_s is None):
         search = dataclasses.replace(search, proven=False)
         stale.append("search: proven (it was another plan that was proven)")
+    if search is not None and search.lost and predicted.bound_s is None:
+        search = dataclasses.replace(search, lost=None)
+        stale.append("search: lost (those plans are for another batch, cluster or profile)")
     return PlanCheck(
         fresh=dataclasses.replace(fresh, predicted=predicted, search=search),
         overflows=tuple(_overflows(timeline, cluster)),

@@ -86,8 +86,24 @@ class Predicted:
 
 
 @record
+class LostPlan:
+    """The best plan of another configuration that the search solved; its figures to six digits."""
+
+    name: str
+    gpus: Count
+    microbatch: Count
+    microbatches: Count
+    iteration_s: Seconds
+    bubble_fraction: float
+    peak_memory_bytes: Bytes
+
+
+@record
 class Search:
-    """How the plan was found. ``asked``: hash of global batch, cluster and profile that ``bound_s`` is proven for."""
+    """How the plan was found. ``asked``: hash of global batch, cluster and profile that ``bound_s`` is proven for.
+
+    ``lost``: plans of other configurations, which fit too, fastest first; true only of what ``asked`` names.
+    """
 
     gpus: Count | None = None
     asked: str | None = None
@@ -96,6 +112,7 @@ class Search:
     pruned: Index | None = None
     proven: bool | None = None
     seconds: Seconds | None = None
+    lost: tuple[LostPlan, ...] | None = None
 
 
 @record

@@ -359,7 +359,16 @@ def _search_words(shown: Overview) -> str:
             f"No plan of what was asked for can take less than {format_seconds(predicted.bound_s)}: this one is "
             f"{percent(max(0.0, predicted.gap), 2)} over that. "
         )
-    return f"{counts}Below: the same cut under other schedules, and what is done by hand, under the same time model."
+    lost = search.lost if search is not None and predicted.bound_s is not None else None
+    runners = "the search's runners-up (P pipeline ranks, D replicas, T tensor ranks, v stages a rank, b samples), "
+    if lost is None:
+        counts += "The file keeps no runners-up of its search, or they are of another batch, cluster or profile. "
+    elif not lost:
+        counts += "No other configuration came as far as a plan: their bounds ruled them out. "
+    return (
+        f"{counts}Below: {runners if lost else ''}the same cut under other schedules, and what is done by hand, under "
+        "the same time model."
+    )
 
 
 def _faster(shown: Overview, rivals: Sequence[Rival]) -> str:

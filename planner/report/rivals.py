@@ -1,5 +1,5 @@
-"""The plans that lost, as far as a plan's file and its profile let them be made again: the same cut under other
-schedules, and what people do by hand. The search's own runners-up are told by ``solve``, not kept in the plan."""
+"""The plans that lost: the search's own runners-up, as far as the plan's file keeps them and they are still true, and
+what can be made again from it and the profile: the same cut under other schedules, and what people do by hand."""
 
 from __future__ import annotations
 
@@ -31,8 +31,26 @@ class Rival:
 
 def rivals_of(shown: Overview) -> tuple[Rival, ...]:
     """Fastest first, those that do not fit last."""
-    found = [*_other_schedules(shown), *_by_hand(shown)]
+    found = [*_searched(shown), *_other_schedules(shown), *_by_hand(shown)]
     return tuple(sorted(found, key=lambda rival: (not rival.fits, rival.iteration_s, rival.name)))
+
+
+def _searched(shown: Overview) -> Iterator[Rival]:
+    """The best plans of other configurations; they fitted the memory of what was asked for, or were no plans."""
+    search = shown.plan.search
+    if search is None or shown.predicted.bound_s is None:
+        return
+    for plan in search.lost or ():
+        yield Rival(
+            name=f"search: {plan.name}",
+            gpus=plan.gpus,
+            microbatch_size=plan.microbatch,
+            num_microbatches=plan.microbatches,
+            iteration_s=plan.iteration_s,
+            bubble_fraction=plan.bubble_fraction,
+            peak_memory_bytes=plan.peak_memory_bytes,
+            fits=True,
+        )
 
 
 def _other_schedules(shown: Overview) -> Iterator[Rival]:

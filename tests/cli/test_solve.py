@@ -14,6 +14,7 @@ import pytest
 from support.command import pipeplan, refused
 from support.random_profiles import random_profile
 
+from planner.cluster import DEVICE_MEMORY_BYTES
 from planner.plan import read_plan
 from planner.plan.check import check_plan, profile_of
 from planner.profile import Profile, read_profile, write_profile
@@ -153,3 +154,31 @@ def test_it_does_not_import_torch(here: Path) -> None:
     )
     assert ended.returncode == 0, ended.stderr
     assert read_profile(here / "profiles/chain.json").layers
+
+
+def test_the_plans_that_lost_are_kept_in_the_plan_and_shown_on_its_page(here: Path) -> None:
+    write_profile(random_profile(random.Random(11), chain=True, most_layers=14), here / "p.json")
+    document = json.loads(pipeplan("solve", here / "p.json", "--gpus", 3, "--batch", 8, "--json").out)
+    plan = read_plan(here / "plan.yaml")
+    assert plan.search is not None
+    assert plan.search.lost
+    assert [(one.name, one.iteration_s) for one in plan.search.lost] == [
+        (one["name"], pytest.approx(one["iteration_s"], rel=1e-5)) for one in document["alternatives"][:10]
+    ]
+    assert pipeplan("show", here / "plan.yaml", "--html", here / "plan.html").code == 0
+    page = (here / "plan.html").read_text()
+    for one in plan.search.lost:
+        assert f"search: {one.name}<" in page
+    text = (here / "plan.yaml").read_text()
+    (here / "plan.yaml").write_text(text.replace("memory_reserve_fraction: 0.1", "memory_reserve_fraction: 0.2"))
+    checked = check_plan(read_plan(here / "plan.yaml"), profile_of(plan, here / "plan.yaml"))
+    assert any("search: lost" in line for line in checked.stale)
+    assert checked.fresh.search is not None
+    assert checked.fresh.search.lost is None
+
+
+def test_memory_is_an_amount_or_a_known_device(here: Path) -> None:
+    assert pipeplan("solve", "--gpus", 2, "--batch", 8, "--memory", "h100-sxm").code == 0
+    assert read_plan(here / "plan.yaml").cluster.memory_bytes == DEVICE_MEMORY_BYTES["h100-sxm"]
+    assert "or one of v100-16gb, " in refused(pipeplan("solve", "--gpus", 2, "--memory", "h1"))
+    assert "write e.g. 80GiB" in refused(pipeplan("solve", "--gpus", 2, "--memory", "80 bananas"))
