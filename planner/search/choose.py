@@ -104,7 +104,10 @@ class _Course(Search):
         if found is None:
             raise no_schedule_suits(self.asked)
         if self.limit is not None and found.peak_memory_bytes > self.limit:
-            raise no_plan_fits(self.graph, self.asked, found)
+            self._exhaust()  # a small graph is gone through before it is said that nothing fits
+            if self.state.best is None:
+                raise no_plan_fits(self.graph, self.asked, found)
+            return self.state.best
         self.state.per_configuration[found.configuration] = found
         return found
 

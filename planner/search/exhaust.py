@@ -32,6 +32,7 @@ from planner.search.result import Candidate
 from planner.search.space import Asked, Configuration
 from planner.search.warmups import Branching, Effort, OutOfEffortError, Rows, rows_of, with_recompute
 from planner.simulate import Job, Walk, simulate
+from planner.simulate.memory import resident_bytes
 
 MOST_LAYERS: Final = 12
 """Larger graphs are not tried."""
@@ -123,7 +124,10 @@ class Exhaust:
             loads = layers.load_s + (layers.forward_s if self.choices[0] else 0.0)
             for ideals in self._light(configuration, loads * configuration.num_microbatches, effort):
                 effort.spend(_READY)
-                bound = cut_bound(Walk(self._job(configuration, ideals)), fused=False)
+                job = self._job(configuration, ideals)
+                if self.limit is not None and any(resident_bytes(job, r) > self.limit for r in range(job.num_ranks)):
+                    continue
+                bound = cut_bound(Walk(job), fused=False)
                 if self._beats(bound):
                     yield _Begun(bound, next(place), configuration, ideals)
 

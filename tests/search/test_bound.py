@@ -10,11 +10,12 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.random_orders import random_order
 from support.random_profiles import all_cuts, job_for, random_cluster, random_profile
 
 from planner.cluster import memory_limit, resolve
 from planner.graph import LayerGraph
-from planner.schedules import Action, Letter, Placement, Schedule, Wiring, ranks_of
+from planner.schedules import Placement, Schedule, ranks_of
 from planner.search.bound import cut_bound
 from planner.search.cheap import Totals, cheap_bound
 from planner.search.chunks import stages_bound
@@ -26,41 +27,6 @@ from planner.search.suffix import Shape, SuffixBound
 from planner.simulate import Job, Walk, simulate
 
 SEEDS = st.integers(0, 10**9)
-
-
-def random_order(rng: random.Random, job: Job, *, split: bool) -> Schedule:
-    """Any order that respects the dependencies: by turns at random, backwards first, or forwards first."""
-    wiring = Wiring.of(job.stages)
-    back = Letter.BACKWARD_INPUT if split else Letter.BACKWARD
-    letters = (Letter.FORWARD, back, Letter.BACKWARD_WEIGHT) if split else (Letter.FORWARD, back)
-    left = [
-        Action(stage.stage, letter, m)
-        for stage in job.stages
-        for letter in letters
-        for m in range(job.num_microbatches)
-    ]
-    done: set[Action] = set()
-    orders: list[list[Action]] = [[] for _ in range(job.num_ranks)]
-    habit = rng.choice((0.0, 0.5, 0.95))
-    backwards_first = rng.random() < 0.7
-
-    def ready(action: Action) -> bool:
-        stage, letter, m = action
-        if letter is Letter.FORWARD:
-            return all(Action(k, letter, m) in done for k in wiring.senders[stage])
-        if letter is Letter.BACKWARD_WEIGHT:
-            return Action(stage, back, m) in done
-        returned = all(Action(k, letter, m) in done for k in wiring.returners[stage])
-        return returned and Action(stage, Letter.FORWARD, m) in done
-
-    while left:
-        able = [action for action in left if ready(action)]
-        liked = [action for action in able if (action.letter is not Letter.FORWARD) == backwards_first]
-        chosen = rng.choice(liked if liked and rng.random() < habit else able)
-        left.remove(chosen)
-        done.add(chosen)
-        orders[job.stages[chosen.stage].rank].append(chosen)
-    return tuple(map(tuple, orders))
 
 
 def fits(job: Job, schedule: Schedule) -> float:

@@ -1,4 +1,8 @@
-"""The search against brute force over the whole space, which shares nothing with it but the time model."""
+"""The search against brute force over the whole space, which shares nothing with it but the time model.
+
+Every shape, cut and choice of stages that recompute is made here (support.brute_force), every warm-up of every named
+schedule, and orders at random; where they are too many, a sample of them. The simulator is the judge.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import random
 import pytest
 from support.brute_force import CHOICES, NAMES, Shape, fitting_s, jobs, least_bytes, least_s, schedules, shapes
 from support.naive_model import Naive
+from support.random_orders import random_order
 from support.random_profiles import random_cluster, random_profile
 
 from planner.cluster import memory_limit, resolve
@@ -92,9 +97,16 @@ def check_against_brute_force(seed: int, *, most_jobs: int, most_warmups: int) -
         for name, schedule in schedules(shape, asked.schedules, rng, most_warmups):
             seconds = fitting_s(walk, schedule, best_s * (1 - 1e-9))
             assert seconds == math.inf, f"{name} takes {seconds}, the plan {best_s} ({shape}, {job.stages})"
-        if found is not None and rng.random() < 0.05 and least_s(walk) < bound_s:
-            own = synthesise(walk, steps=5)
-            assert own is None or fitting_s(walk, own, bound_s * (1 - 1e-9)) == math.inf
+        if found is not None and rng.random() < 0.2 and least_s(walk) < bound_s:
+            check_no_order_is_below(walk, bound_s, rng)
+
+
+def check_no_order_is_below(walk: Walk, bound_s: float, rng: random.Random) -> None:
+    """Any order at all: at random, and one that is made to be fast."""
+    orders = [random_order(rng, walk.job, split=split) for split in (True, False)]
+    own = synthesise(walk, steps=5) if rng.random() < 0.25 else None
+    for order in (*orders, *([own] if own is not None else [])):
+        assert fitting_s(walk, order, bound_s * (1 - 1e-9)) == math.inf
 
 
 @pytest.mark.parametrize("seed", range(40))
