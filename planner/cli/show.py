@@ -55,7 +55,7 @@ def show(
     shown, notices = _overview(path)
     recording = None if measured is None else _recording(measured, shown)
     if html is not None:
-        from planner.report.html import plan_page
+        from planner.report.plan_page import plan_page
 
         _write(html, plan_page(shown, recording, notices))
     if svg is not None:
@@ -152,7 +152,7 @@ def _show_profile(path: Path, microbatch: int | None, html: Path | None, *, ever
     size = _microbatch_size(path, profile, microbatch)
     rows = layer_rows(LayerGraph.of(profile), microbatch_size=size)
     if html is not None:
-        from planner.report.html import profile_page
+        from planner.report.profile_page import profile_page
 
         _write(html, profile_page(profile, rows, microbatch_size=size))
     if json:

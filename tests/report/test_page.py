@@ -19,9 +19,9 @@ from support.recordings import recorded
 from planner.plan import Plan, read_plan, schedule_of
 from planner.plan.check import profile_of
 from planner.profile import Edge, EdgeTensor, Profile
-from planner.report.html import plan_page
 from planner.report.overview import Overview, overview_of
 from planner.report.palette import DARK, LIGHT
+from planner.report.plan_page import plan_page
 from planner.report.trace import write_recording
 from planner.schedules import Letter, ScheduleName
 from planner.units import format_bytes, format_seconds
@@ -298,6 +298,8 @@ def test_a_drag_moves_and_a_double_click_zooms(browser: Any, small: Shown) -> No
 def test_nothing_is_wider_than_a_telephone(browser: Any, small: Shown) -> None:
     with opened(browser, small.path, width=390, height=800) as page:
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        boxes = page.evaluate("[...document.querySelectorAll('.scroll')].map(box => box.scrollWidth - box.clientWidth)")
+        assert boxes == [0] * 3, "no table is moved sideways"
         assert page.locator("#schedule-predicted canvas").bounding_box()["width"] > 300
         start, end = small.overview.timeline.starts_s[2][0], small.overview.timeline.ends_s[2][0]
         page.mouse.move(*small.point(page, 2, (start + end) / 2))
@@ -379,7 +381,11 @@ def test_predicted_and_measured_stand_one_above_the_other(browser: Any, tmp_path
         assert f"Measured, {format_seconds(recording.iteration_s)} (the median of 4 steps)" in text
         assert f"measured {format_seconds(recording.iteration_s)} (+50.0 %)" in text
         peak = timeline.ranks[1].peak_memory_bytes
-        assert _row(page, "bubble", "1")[-1] == f"{format_bytes(2 * peak)} (+100.0 %)"
+        cells = [" ".join(cell.split()) for cell in _row(page, "bubble", "1")]
+        assert cells[-3] == f"{format_bytes(2 * peak)} (+100.0 %)"
+        first = next(message for message in timeline.messages if message.to_rank == 1)
+        assert cells[-2] == format_seconds(first.arrived_s - first.handed_s)
+        assert cells[-1] == f"{format_seconds(slower * (first.arrived_s - first.handed_s))} (1)"
         above, below = (page.locator(f"#schedule-{name} canvas").bounding_box() for name in ("predicted", "measured"))
         assert above["y"] + above["height"] < below["y"]
         assert (above["x"], above["width"]) == (below["x"], below["width"])
@@ -463,3 +469,24 @@ def test_any_plan_is_drawn_and_reached_by_the_keyboard(browser: Any, tmp_path: P
             assert "rank 0" in tooltip(page)[1]
 
     check()
+
+
+def test_labels_stay_within_their_blocks(browser: Any, small: Shown) -> None:
+    """At any zoom, what is written on an action is no wider than it."""
+    with opened(browser, small.path, width=500) as page:
+        wide = page.evaluate(
+            "() => { const found = [], own = SchedulePicture.prototype.drawBlock, write = Picture.prototype.write;"
+            "let room = 0;"
+            "SchedulePicture.prototype.drawBlock = function (i, from, to, ...rest) {"
+            " room = to - from; own.call(this, i, from, to, ...rest); room = 0; };"
+            "Picture.prototype.write = function (text, ...rest) {"
+            " write.call(this, text, ...rest);"
+            " if (room) found.push([text, this.pen.measureText(text).width, room]); };"
+            "const picture = pipeplan.pictures[0];"
+            "for (const zoom of [1, 1.5, 2, 3, 5, 9]) {"
+            " pipeplan.span.show(0, pipeplan.span.whole / zoom); picture.drawNow(); }"
+            "SchedulePicture.prototype.drawBlock = own; Picture.prototype.write = write;"
+            "return found; }"
+        )
+    assert {text[0] for text, _, _ in wide} == {"F", "I", "W"}
+    assert all(width <= room for _, width, room in wide)

@@ -55,6 +55,7 @@ class Span {
 class Picture {
   static all = [];
   static printing = false;
+  static widths = new Map();
 
   constructor(box, height, left = 0) {
     Object.assign(this, { box, height, left, due: false });
@@ -89,6 +90,16 @@ class Picture {
     pen.textAlign = align;
     pen.textBaseline = "middle";
     pen.fillText(text, x, y);
+  }
+
+  /** How wide a label of an action is: a letter and digits, which are all as wide as one another. */
+  measure(text, size) {
+    const key = `${size} ${text.replace(/\d/g, "0")}`;
+    if (!Picture.widths.has(key)) {
+      this.pen.font = `600 ${size}px system-ui, sans-serif`;
+      Picture.widths.set(key, this.pen.measureText(text.replace(/\d/g, "0")).width);
+    }
+    return Picture.widths.get(key);
   }
 
   rule(x1, y1, x2, y2, colour = colours.line, dash = []) {

@@ -85,9 +85,8 @@ class SchedulePicture extends TimePicture {
     const several = this.data.plan.virtual > 1;
     const short = LETTERS[letter], numbered = `${short}${actions.microbatch[i]}`;
     const full = several ? `${actions.stage[i]}${numbered}` : numbered;
-    const room = (to - from - 3) / (size * 0.62);
-    const label = full.length <= room ? full : numbered.length <= room ? numbered : short;
-    this.write(label, (from + to - gap) / 2, top + height / 2 + (chunk ? 1 : 0), { colour: colours.writing[letter], size, align: "center", weight: 600 });
+    const label = [full, numbered, short].find((text) => this.measure(text, size) <= to - from - gap - 2);
+    if (label) this.write(label, (from + to - gap) / 2, top + height / 2 + (chunk ? 1 : 0), { colour: colours.writing[letter], size, align: "center", weight: 600 });
   }
 
   /** What follows a rank's backwards: all-reduces, tied parameters, the optimizer: outlined, as they are no actions. */
