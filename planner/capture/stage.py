@@ -82,6 +82,7 @@ class Stage:
         self._token = torch.zeros((), requires_grad=True)
         self._pending: dict[int, _Pending] = {}
         self._detached: list[Tensor] = []
+        self._loss_gradient: tuple[float, Tensor] | None = None
 
     # --- actions ------------------------------------------------------------------------------------------------------
 
@@ -247,17 +248,18 @@ class Stage:
         given: list[Tensor | None] = [gradients[name] for name in pending.edges if name in gradients]
         if pending.loss is not None:
             roots.append(pending.loss)
-            given.append(torch.tensor(loss_scale, dtype=self._loss_dtype, device=self.program.device))
+            given.append(self._gradient_of_loss(loss_scale))
         pending.edges.clear()
         pending.loss = None
         if roots:
             torch.autograd.backward(roots, given)
         return pending
 
-    @property
-    def _loss_dtype(self) -> torch.dtype:
-        assert self.program.loss_dtype is not None
-        return self.program.loss_dtype
+    def _gradient_of_loss(self, loss_scale: float) -> Tensor:
+        if self._loss_gradient is None or self._loss_gradient[0] != loss_scale:
+            made = torch.tensor(loss_scale, dtype=self.program.loss_dtype, device=self.program.device)
+            self._loss_gradient = (loss_scale, made)
+        return self._loss_gradient[1]
 
     def _handed_on(self, pending: _Pending) -> dict[str, Tensor]:
         """What arrived at the received tensors; zeros where nothing did."""

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from planner.errors import PipeplanError
 from planner.files import plain
 from planner.runtime.board import State, Writer
+from planner.runtime.groups import Group
 from planner.runtime.optimizer import NamedOptimizer, tensors_in
 from planner.runtime.parts import TensorParts
 from planner.runtime.saved import (
@@ -46,7 +47,6 @@ from planner.runtime.saved import (
     write_synced,
 )
 from planner.runtime.scaling import LossScaling
-from planner.runtime.transport import Group
 
 FILE_BYTES = 1 << 30
 """A process begins another file when one holds so much: only one file's tensors are copied to the host at a time."""

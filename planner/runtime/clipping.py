@@ -13,8 +13,8 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from planner.runtime.groups import Group
 from planner.runtime.parts import TensorParts
-from planner.runtime.transport import Group
 
 _EPSILON = 1e-6
 """What torch adds to the norm before it divides by it."""

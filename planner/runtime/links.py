@@ -26,8 +26,9 @@ import torch
 import torch.distributed as dist
 
 from planner.profile import ProfiledLinks
+from planner.runtime.groups import Communicators
 from planner.runtime.messages import Key, Kind
-from planner.runtime.transport import Communicators, Transport
+from planner.runtime.transport import Transport
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000, 10_000_000)
 """Bytes of the messages that are timed alone."""
@@ -111,7 +112,6 @@ class _Player:
             pairs=((0, 1), (1, 0)),
             inbox={self._other: tuple(Kind("F", str(size), self._rank) for size in sizes)},
             windows={self._other: 2},
-            arrived={self._other: (0,) * len(sizes)},
             device=self._device,
         )
 

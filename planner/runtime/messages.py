@@ -184,10 +184,6 @@ class RankProgram:
     """Per sending rank: all its messages of a step to this one, in order."""
     windows: Mapping[int, int]
     """Per sending rank: how many receives are posted ahead."""
-    arrived: Mapping[int, tuple[int, ...]]
-    """Per sending rank and message: how many of this rank's own messages to it must have arrived when that one is here.
-
-    The sender had taken them before it sent: so this rank knows, without asking, that they have left."""
 
 
 def rank_programs(schedule: Schedule, found: Routes, *, seconds: Callable[[Action], float]) -> tuple[RankProgram, ...]:
@@ -212,7 +208,6 @@ def rank_programs(schedule: Schedule, found: Routes, *, seconds: Callable[[Actio
         [replace(step, waits=places[rank].get(step.reads)) if step.reads else step for step in tied[rank]]
         for rank in range(len(schedule))
     ]
-    arrived = [_arrived(steps[rank], closing[rank]) for rank in range(len(schedule))]
     return tuple(
         RankProgram(
             rank=rank,
@@ -220,7 +215,6 @@ def rank_programs(schedule: Schedule, found: Routes, *, seconds: Callable[[Actio
             tied=tuple(closing[rank]),
             inbox={sender: tuple(Kind(*key[:3]) for key in keys) for sender, keys in inboxes[rank].items()},
             windows=windows[rank],
-            arrived={sender: tuple(arrived[sender][rank]) for sender in inboxes[rank]},
         )
         for rank in range(len(schedule))
     )
@@ -318,27 +312,6 @@ def _tied_steps(found: Routes, num_ranks: int) -> list[list[TiedStep]]:
                     )
                 )
     return made
-
-
-def _arrived(steps: Sequence[Step], tied: Sequence[TiedStep]) -> dict[int, list[int]]:
-    """For each message that a rank sends, by receiver: how many of the receiver's messages it has taken until then.
-
-    Messages between two ranks arrive in the order in which they were sent, so taking one means that all before it came.
-    """
-    taken: dict[int, int] = {}
-    rows: dict[int, list[int]] = {}
-    for step in steps:
-        for sender, place, _ in step.waits:
-            taken[sender] = max(taken.get(sender, 0), place + 1)
-        for receiver, _ in step.sends:
-            rows.setdefault(receiver, []).append(taken.get(receiver, 0))
-    for closing in tied:
-        if closing.waits:
-            sender, place = closing.waits
-            taken[sender] = max(taken.get(sender, 0), place + 1)
-        if closing.leaves:
-            rows.setdefault(closing.to_rank, []).append(taken.get(closing.to_rank, 0))
-    return rows
 
 
 # --- how far ahead ----------------------------------------------------------------------------------------------------

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from planner.capture.shard_split import Split
 from planner.errors import InputError
+from planner.runtime.groups import Group
 from planner.runtime.optimizer import PREFIX
-from planner.runtime.transport import HEADER_NUMBERS, Group, Layout
+from planner.runtime.transport import HEADER_NUMBERS, Layout
 
 
 @dataclass(frozen=True, kw_only=True)

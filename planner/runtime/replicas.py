@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from planner.runtime.transport import Group
+from planner.runtime.groups import Group
 
 
 class Replicas:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.runtime.transport import Group
+from planner.runtime.groups import Group
 
 INITIAL_SCALE = 2.0**16
 GROWTH_INTERVAL = 2000

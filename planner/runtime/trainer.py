@@ -27,13 +27,14 @@ from planner.capture.batch import to_device
 from planner.runtime.board import State, Writer
 from planner.runtime.clipping import Clipping
 from planner.runtime.executor import CudaStopwatch, Executor, HostStopwatch, Mark, Span, Stopwatch
+from planner.runtime.groups import Group
 from planner.runtime.memory import LivePeak, state_bytes, total_bytes
 from planner.runtime.messages import RankProgram, Routes, routes
 from planner.runtime.optimizer import NamedOptimizer
 from planner.runtime.parts import TensorParts
 from planner.runtime.replicas import Replicas
 from planner.runtime.scaling import LossScaling
-from planner.runtime.transport import Group, Transport
+from planner.runtime.transport import Transport
 from planner.schedules import Action
 
 

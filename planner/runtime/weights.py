@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor
 
 from planner.capture.shard_split import Split
+from planner.runtime.groups import Group
 from planner.runtime.parts import receive, send
-from planner.runtime.transport import Group
 
 
 def whole_weights(

@@ -32,13 +32,14 @@ from planner.runtime.board import Board, State
 from planner.runtime.checkpoint import Checkpoints, Content, Part, check, content_of, load
 from planner.runtime.failure import Failure, Where, place, raised
 from planner.runtime.figures import RankFigures
+from planner.runtime.groups import Communicators, Group, LostContactError
 from planner.runtime.job import RunJob
 from planner.runtime.messages import check_routes, rank_programs
 from planner.runtime.parts import TensorParts
 from planner.runtime.reference import Reference, compare, train_whole
 from planner.runtime.saved import Saved, SavedBatch, SavedModel, read_saved, remove_unfinished
 from planner.runtime.trainer import Shape, Trainer, initial_weights, routes_of
-from planner.runtime.transport import Communicators, Group, LostContactError, Transport
+from planner.runtime.transport import Transport
 from planner.runtime.weights import whole_weights
 from planner.schedules import Action, Letter
 
@@ -226,7 +227,6 @@ class _Worker:
             pairs=pairs,
             inbox=mine.inbox,
             windows=mine.windows,
-            arrived=mine.arrived,
             device=self.device,
         )
         group = None

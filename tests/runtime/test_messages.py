@@ -71,7 +71,6 @@ class Rank:
     def __init__(self, program: RankProgram) -> None:
         self.program = program
         self.position = 0
-        self.taken: Counter[int] = Counter()  # messages of each other rank that are here
         self.held: dict[Key, str] = {}
         self.seen: list[tuple[Action, dict[str, str]]] = []
 
@@ -81,7 +80,7 @@ def run(case: Case) -> list[Rank]:
     seconds = dict.fromkeys(Letter, 1.0)
     programs = rank_programs(case.schedule, case.routes, seconds=lambda action: seconds[action.letter])
     ranks = [Rank(program) for program in programs]
-    links: dict[tuple[int, int], list[tuple[Key, str, int]]] = {}
+    links: dict[tuple[int, int], list[tuple[Key, str]]] = {}
     moved = True
     while moved:
         moved = False
@@ -91,10 +90,8 @@ def run(case: Case) -> list[Rank]:
                 if any(len(links.get((sender, number), [])) <= place for sender, place, _ in step.waits):
                     break
                 for sender, place, key in step.waits:
-                    sent_as, value, taken_there = links[sender, number][place]
+                    sent_as, value = links[sender, number][place]
                     assert sent_as == key
-                    assert rank.program.arrived[sender][place] == taken_there
-                    rank.taken[sender] = max(rank.taken[sender], place + 1)
                     assert rank.program.inbox[sender][place] == key[:3]
                     rank.held[key] = value
                 given_now = {key.name: rank.held[key] for key in step.reads}
@@ -107,7 +104,7 @@ def run(case: Case) -> list[Rank]:
                     if key in step.keeps:
                         rank.held[key] = value
                     for receiver in [receiver for receiver, other in step.sends if other == key]:
-                        links.setdefault((number, receiver), []).append((key, value, rank.taken[receiver]))
+                        links.setdefault((number, receiver), []).append((key, value))
                 rank.position += 1
                 moved = True
     return ranks

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from support.runs import EVERYTHING, plan_of, run
 from torch import nn
 
+from planner.runtime.groups import Communicators, Group
 from planner.runtime.replicas import Replicas
-from planner.runtime.transport import Communicators, Group
 from planner.schedules import Placement, ScheduleName
 
 CPU = torch.device("cpu")
