@@ -41,6 +41,7 @@ def solve(
     cluster: Path | None = typer.Option(None, help="A cluster file: nodes, links, memory."),
     output: Path = typer.Option(Path("plan.yaml"), "-o", "--output", help="Where the plan is written."),
     explain: bool = typer.Option(False, "--explain", help="Show the cut, where its time goes, what else was near."),
+    effort: int = typer.Option(1, min=1, help="Look at so many times as many plans: where the best is not proven."),
     max_seconds: float | None = typer.Option(None, min=0.0, help="Take the best plan found by then."),
     schedule: str | None = typer.Option(None, help="Schedules to choose from (default: all)."),
     pipeline: str | None = typer.Option(None, help="Pipeline sizes to choose from, e.g. 2,4."),
@@ -85,6 +86,7 @@ def solve(
         tensor=_sizes("--tensor", tensor),
         microbatch=_sizes("--microbatch", microbatch),
         recompute=recompute.value,
+        effort=effort,
         max_seconds=max_seconds,
     )
     try:

@@ -11,13 +11,18 @@ from planner.cluster import memory_limit
 from planner.graph import Stage
 from planner.report.boundaries import REACH, boundaries_of
 from planner.report.bubble import bubble_of
-from planner.report.contest import best_by_schedule, contenders, frontier
+from planner.report.contest import best_by_schedule, contenders, frontier, is_bucketed
 from planner.report.plans import candidates_table, legend, others, plans_table, span_of, stages_table, table
 from planner.schedules import ScheduleName
 from planner.search import Candidate, Found
+from planner.search.shortfall import memory_for
 from planner.units import format_bytes, format_seconds
 
 _MOST_BOUNDARIES = 10
+_FEW_ACTIONS = 100_000
+"""Simulated actions that looking for a leaner plan may take."""
+_HARDLY, _MUCH = 0.03, 2 / 3
+"""A plan is leaner that takes no more than so much longer, and holds no more than that part."""
 
 
 def told(found: Found, *, explain: bool) -> Iterator[RenderableType]:
@@ -60,6 +65,7 @@ def why(found: Found) -> Iterator[str]:
     yield from _tensor(found)
     yield _bottleneck(found)
     yield from _against_baselines(found)
+    yield from _leaner(found)
 
 
 def _headline(found: Found) -> str:
@@ -69,6 +75,8 @@ def _headline(found: Found) -> str:
     copies = f"{shape.data} replicas of " if shape.data > 1 else ""
     split = f" of {shape.tensor} tensor ranks" if shape.tensor > 1 else ""
     each = f", {shape.virtual} a rank ({shape.placement.value})" if shape.virtual > 1 else ""
+    if is_bucketed(best):
+        each = ", the buckets of its sums over replicas"
     again = sum(stage.recompute for stage in best.stages)
     recompute = f", {again} of them recompute" if again else ""
     return (
@@ -87,16 +95,21 @@ def _depths(warmup: tuple[int, ...]) -> str:
 
 def _proof(found: Found) -> Iterator[str]:
     names = [name for name in found.asked.schedules if name is not ScheduleName.SYNTHESISED]
-    counts = f"{counted(found.configurations, 'configuration')}: {found.solved} solved, {found.pruned} ruled out"
+    left = f", {found.left} left" if found.left else ""
+    counts = (
+        f"{counted(found.configurations, 'configuration')}: {found.solved} solved, {found.pruned} ruled out by their "
+        f"bound{left}"
+    )
     if found.proven:
         which = "the schedules searched" if len(names) > 3 else " or ".join(names) or "any named schedule"
-        yield f"proven the best: no cut is faster under {which} at any warm-up depth ({counts} by their bound)"
+        yield f"proven the best: no cut is faster under {which} at any warm-up depth ({counts})"
     elif found.interrupted:
-        yield f"not proven the best: the search was ended early, so a faster plan may be left ({counts})"
+        longer = "without Ctrl-C it goes on" if found.asked.max_seconds is None else "a longer --max-seconds goes on"
+        yield f"not proven the best: the search was ended early, so a faster plan may be left ({counts}); {longer}"
     else:
         yield (
-            f"not proven the best: more cuts than could be looked at may be a little faster ({counts}); "
-            "proven: false in the plan says so"
+            f"not proven the best: there are more cuts and orders than were looked at ({counts}); "
+            f"--effort {10 * found.asked.effort} looks at more, --pipeline, --virtual and --schedule ask for less"
         )
     yield (
         f"no order of actions at all, on any cut, takes less than {format_seconds(found.bound_s)} (the bound): there "
@@ -122,7 +135,12 @@ def _advice(found: Found) -> Iterator[str]:
     if piped is not None:
         count = piped.configuration.pipeline
         than = f" than any pipeline: the best one found ({count} ranks) takes {format_seconds(piped.iteration_s)}"
-    if shape.data > 1:
+    if is_bucketed(found.best):
+        yield (
+            f"data parallel alone is faster{than or ' than a pipeline'}; this plan is that, its gradients summed in "
+            f"{shape.virtual} buckets beside the work that is left, and runs as it is"
+        )
+    elif shape.data > 1:
         yield f"plain data parallel is faster{than or ' than a pipeline'}; this plan is that, and runs as it is"
     elif shape.gpus == 1 < asked.gpus:
         yield f"one GPU alone is faster{than or ' than a pipeline'}; this plan is that, and runs as it is"
@@ -212,6 +230,30 @@ def _against_baselines(found: Found) -> Iterator[str]:
             yield f"as fast as {baseline.name}"
 
 
+def _leaner(found: Found) -> Iterator[str]:
+    """A plan that takes hardly longer and holds much less, where there is one."""
+    best = found.best
+    by_hand = [one.candidate for one in found.baselines if one.candidate is not None and one.fits]
+    near = [
+        one
+        for one in (*contenders(found, most_actions=_FEW_ACTIONS), *by_hand)
+        if one.iteration_s <= (1 + _HARDLY) * best.iteration_s
+        and one.peak_memory_bytes < _MUCH * best.peak_memory_bytes
+    ]
+    if not near:
+        return
+    leaner = min(near, key=lambda one: (one.iteration_s, one.peak_memory_bytes))
+    shape, over = leaner.configuration, leaner.iteration_s / best.iteration_s - 1
+    reserve = found.asked.cluster.memory_reserve_fraction or 0.0
+    sizes = f"P={shape.pipeline} D={shape.data} v={shape.virtual} b={shape.microbatch_size}"
+    recompute = ", recomputing" if any(stage.recompute for stage in leaner.stages) else ""
+    yield (
+        f"with less memory: {leaner.schedule.value} at {sizes}{recompute} takes {over:.1%} longer, the fullest rank "
+        f"holds {format_bytes(leaner.peak_memory_bytes)} in place of {format_bytes(best.peak_memory_bytes)}; "
+        f"--memory {memory_for(leaner.peak_memory_bytes, reserve)} keeps to that"
+    )
+
+
 def _time_lines(found: Found) -> Iterator[str]:
     """The iteration in parts: work, and idle time by its cause."""
     best = found.best
@@ -237,8 +279,11 @@ def _time_lines(found: Found) -> Iterator[str]:
 def _boundaries(found: Found) -> Iterator[RenderableType]:
     """What crosses at and near each boundary; where they are many, those that carry the most."""
     best = found.best
-    size = best.configuration.microbatch_size
-    made = boundaries_of(found.graph, best.stages, microbatch_size=size)
+    size, homes = best.configuration.microbatch_size, [stage.rank for stage in best.stages]
+    every = boundaries_of(found.graph, best.stages, microbatch_size=size)
+    made = [one for one in every if homes[one.before_stage - 1] != homes[one.before_stage]]
+    if not made:  # all on one rank: nothing crosses
+        return
     shown = sorted(made, key=lambda one: -(one.bytes[REACH] or 0))[:_MOST_BOUNDARIES]
     shown.sort(key=lambda one: one.before_stage)
     rows = [

@@ -27,7 +27,7 @@ from planner.search.result import Candidate, Found
 from planner.search.settle import Settle
 from planner.search.shortfall import no_plan_fits, no_schedule_suits
 from planner.search.smaller import on_the_original, smaller
-from planner.search.space import Asked
+from planner.search.space import Asked, Configuration
 from planner.search.state import EQUAL, OutOfTimeError, Progress, Search, Watch
 from planner.search.visit import Visit
 
@@ -71,6 +71,9 @@ class _Course(Search):
         assert state.best is not None, "a search that finds no plan raises"
         least = self.bounds.least(self.configurations, state.best_s, lambda: state.interrupted or self.spent() > 0)
         state.complete |= state.best_s <= least * (1 + EQUAL)
+        left = set() if state.complete else self._left()
+        state.complete = not left
+        solved = len(state.solved - left)
         return Found(
             asked=self.asked,
             graph=self.graph,
@@ -78,13 +81,26 @@ class _Course(Search):
             bound_s=min(least, state.best_s),
             proven=state.complete,
             configurations=len(self.configurations),
-            solved=len(state.solved),
-            pruned=len(self.configurations) - len(state.solved) if state.complete else state.pruned,
+            solved=solved,
+            pruned=len(self.configurations) - solved - len(left),
             seconds=time.monotonic() - self.started,
             alternatives=tuple(sorted(state.per_configuration.values(), key=lambda found: found.iteration_s)),
+            by_schedule=tuple(sorted(state.per_schedule.values(), key=lambda found: found.iteration_s)),
             baselines=baselines(self.graph, self.asked, self._sizes()),
             interrupted=state.interrupted,
         )
+
+    def _left(self) -> set[Configuration]:
+        """The configurations of which something may be faster than the best."""
+        state, known = self.state, self.bounds.known
+        near = {one for one in self.configurations if not state.beats(known(one, fused=False))}
+        if state.interrupted:
+            return near
+        left = near - state.solved
+        for bound, item in state.open_items:
+            if item not in state.settled and not state.beats(max(bound, known(item.configuration, fused=item.fused))):
+                left.add(item.configuration)
+        return left | {cut.item.configuration for cut in state.open_cuts if not state.beats(cut.bound_s)}
 
     def _exhaust(self) -> bool:
         """Where there is little, all of what may be faster; whether that was all."""
@@ -95,7 +111,7 @@ class _Course(Search):
         near = sorted((one for one in known if not state.beats(known[one])), key=known.__getitem__)
         exhaust = Exhaust(self.graph, self.asked, lattice)
         for found in exhaust.faster(near, state.best_s, self.pulse):
-            state.best = state.per_configuration[found.configuration] = found
+            state.best = state.per_configuration[found.configuration] = state.per_schedule[found.schedule] = found
         return exhaust.complete
 
     def _leanest(self) -> Candidate:

@@ -88,7 +88,7 @@ class Exhaust:
         self.than_s = than_s
         begun: list[_Begun] = []
         try:
-            listing = Effort(_LIST, pulse)
+            listing = Effort(self.asked.effort * _LIST, pulse)
             for number, one in enumerate(self._listed(configurations, listing)):
                 heapq.heappush(begun, one)
                 if number in _SOON or number % _OFTEN == _OFTEN - 1:
@@ -96,7 +96,7 @@ class Exhaust:
         except OutOfEffortError:
             self.complete = False
         for pass_, effort in ((self._settled, _SETTLE), (self._climbed, _CLIMB)):
-            spent = Effort(effort, pulse)
+            spent = Effort(self.asked.effort * effort, pulse)
             try:
                 for one in sorted(begun):
                     if self._beats(one.bound_s):

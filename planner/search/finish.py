@@ -85,7 +85,7 @@ class Finish:
         """Settle what lies between the bounds of timed cuts and the best time."""
         state, left = self.search.state, self.search.effort
         for cut in sorted(state.open_cuts, key=lambda cut: cut.bound_s):
-            if cut.bound_s >= state.best_s * (1 - EQUAL):
+            if state.beats(cut.bound_s):
                 continue
             if not cut.item.fused or cut.item.configuration.virtual > 1 or left <= 0:
                 state.complete = False
@@ -102,5 +102,8 @@ class Finish:
                 self.search.offer(cut.item.configuration, cut.job, order)
                 return min(self.search.state.best_s, timed.iteration_s)
 
-            state.complete &= depths.none_faster(state.best_s, left, found, self.search.pulse)
+            if depths.none_faster(state.best_s, left, found, self.search.pulse):
+                state.open_cuts.remove(cut)
+            else:
+                state.complete = False
             left -= depths.spent

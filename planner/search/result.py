@@ -10,7 +10,7 @@ from planner.search.space import Asked, Configuration
 from planner.simulate import Job, Timeline
 
 _EQUAL = 1e-9
-_SIMPLEST = (
+SIMPLEST = (
     ScheduleName.ONE_F_ONE_B,
     ScheduleName.GPIPE,
     ScheduleName.INTERLEAVED,
@@ -79,7 +79,7 @@ class Candidate:
             len(self.stages),
             shape.tensor,
             self.peak_memory_bytes,
-            _SIMPLEST.index(self.schedule),
+            SIMPLEST.index(self.schedule),
         )
 
 
@@ -94,7 +94,12 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The answer. ``bound_s``: no order of any asked configuration is faster; ``proven``: see choose."""
+    """The answer. ``bound_s``: no order of any asked configuration is faster; ``proven``: see choose.
+
+    ``solved``: configurations of which every cut that could be faster was timed; ``pruned``: those that their bound
+    rules out; ``left``: the others. ``alternatives``: the best plan found of each configuration, ``by_schedule``: under
+    each schedule.
+    """
 
     asked: Asked
     graph: LayerGraph
@@ -106,8 +111,14 @@ class Found:
     pruned: int
     seconds: float
     alternatives: tuple[Candidate, ...]
+    by_schedule: tuple[Candidate, ...]
     baselines: tuple[Baseline, ...]
     interrupted: bool = False
+
+    @property
+    def left(self) -> int:
+        """The configurations that are neither solved nor ruled out."""
+        return self.configurations - self.solved - self.pruned
 
     @property
     def gap(self) -> float:

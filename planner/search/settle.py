@@ -46,7 +46,9 @@ class Settle:
             if self.search.spent() > 0:
                 state.complete = False
                 return
-            if not self._settle(item):
+            if self._settle(item):
+                state.settled.add(item)
+            else:
                 state.complete = False
 
     def _settle(self, item: Item) -> bool:
@@ -57,7 +59,8 @@ class Settle:
             return False  # not even a few of its cuts could be timed
         every = None
         if configuration.virtual > 1:
-            every = self.search.bounds.lattice.every_cut(stages, MOST_CUTS) if self.search.bounds.lattice else None
+            most, lattice = self.search.asked.effort * MOST_CUTS, self.search.bounds.lattice
+            every = lattice.every_cut(stages, most) if lattice else None
             if every is None:
                 return False
         if configuration not in self.search.state.solved:
@@ -78,7 +81,7 @@ class Settle:
         Where the first ones leave more than could all be timed, the rest is left: no proof would come of it.
         """
         state, ties_seen, count = self.search.state, 0, 0
-        cuts = suffix.cuts(state.best_s * (1 + 2 * EQUAL), MOST_NODES)
+        cuts = suffix.cuts(state.best_s * (1 + 2 * EQUAL), self.search.asked.effort * MOST_NODES)
         while (cut := next(cuts, _NO_CUT)) is not _NO_CUT:
             if cut is None or (count > 0 and self.search.spent() > 0):
                 return state.beats(cut.bound_s if cut is not None else suffix.bound_s)
@@ -91,8 +94,9 @@ class Settle:
             count += 1
             if count == FIRST_CUTS:
                 faster = itertools.takewhile(lambda cut: cut is None or cut.bound_s < state.best_s, cuts)
-                ahead = list(itertools.islice(faster, MOST_CUTS))
-                if len(ahead) == MOST_CUTS or None in ahead:
+                most = self.search.asked.effort * MOST_CUTS
+                ahead = list(itertools.islice(faster, most))
+                if len(ahead) == most or None in ahead:
                     return False
                 cuts = iter(ahead)
         return True
@@ -102,7 +106,7 @@ class Settle:
         state, configuration = self.search.state, item.configuration
         shape = self.search.bounds.shape(configuration, fused=item.fused)
         seen: list[tuple[int, ...]] = []
-        while len(seen) < ILP_ROUNDS:
+        while len(seen) < self.search.asked.effort * ILP_ROUNDS:
             solved = self.search.bounds.solved(configuration, fused=item.fused, below_s=state.best_s, without=seen)
             self.search.bounds.spent += 20 * len(self.search.graph) * configuration.pipeline * (1 + solved.nodes)
             if solved.bound >= state.best_s * (1 - 1e-6):

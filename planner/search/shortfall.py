@@ -87,7 +87,7 @@ def _changes(graph: LayerGraph, asked: Asked, closest: Candidate) -> Iterator[st
     if more is not None:
         yield f"--gpus {more}"
     reserve = asked.cluster.memory_reserve_fraction or 0.0
-    yield f"--memory {_enough(closest.peak_memory_bytes, reserve)}"
+    yield f"--memory {memory_for(closest.peak_memory_bytes, reserve)}"
 
 
 def _wider(asked: Asked) -> Iterator[tuple[str, Asked]]:
@@ -155,7 +155,7 @@ def _more_gpus(graph: LayerGraph, asked: Asked, limit: int) -> int | None:
     return None
 
 
-def _enough(peak_bytes: int, reserve: float) -> str:
+def memory_for(peak_bytes: int, reserve: float) -> str:
     """An amount of memory of which, less the reserve, so much is left, as --memory takes it."""
     size = math.ceil(peak_bytes / (1 - reserve))
     while int(size * (1 - reserve)) < peak_bytes:

@@ -42,12 +42,16 @@ def on_the_original(found: Found, made: Contraction) -> Found:
     sizes = sorted({size for size, _ in made.original.rows() if found.asked.global_batch % size == 0})
     if found.asked.microbatch is not None:
         sizes = [size for size in sizes if size in found.asked.microbatch]
-    others = (best if one is found.best else expanded(one) for one in found.alternatives)
+    whole = {id(found.best): best}
+    for one in (*found.alternatives, *found.by_schedule):
+        if id(one) not in whole:
+            whole[id(one)] = expanded(one)
     return dataclasses.replace(
         found,
         graph=made.original,
         best=best,
         bound_s=min(found.bound_s, best.iteration_s),
-        alternatives=tuple(others),
+        alternatives=tuple(whole[id(one)] for one in found.alternatives),
+        by_schedule=tuple(whole[id(one)] for one in found.by_schedule),
         baselines=baselines(made.original, found.asked, sizes),
     )

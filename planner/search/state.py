@@ -87,10 +87,13 @@ class State:
 
     best: Candidate | None = None
     per_configuration: dict[Configuration, Candidate] = field(default_factory=dict)
+    per_schedule: dict[ScheduleName, Candidate] = field(default_factory=dict)
     open_cuts: list[OpenCut] = field(default_factory=list)
     open_items: list[tuple[float, Item]] = field(default_factory=list)
     solved: set[Configuration] = field(default_factory=set)
-    pruned: int = 0
+    """Looked at."""
+    settled: set[Item] = field(default_factory=set)
+    """All cuts that could be faster were timed."""
     complete: bool = True
     left: int = 0
     """Simulated actions that may still be spent."""
@@ -117,7 +120,7 @@ class Search:
         self.limit: Final = memory_limit(asked.cluster)
         self.configurations: Final = configurations(self.graph, asked)
         self.bounds: Final = Bounds(self.graph, asked)
-        self.effort: Final = BASE_ACTIONS + int(ACTIONS * math.sqrt(len(self.graph) * asked.gpus))
+        self.effort: Final = asked.effort * (BASE_ACTIONS + int(ACTIONS * math.sqrt(len(self.graph) * asked.gpus)))
         self.state: Final = State(left=self.effort)
 
     def spent(self) -> float:
@@ -160,8 +163,8 @@ class Search:
     def offer(self, configuration: Configuration, job: Job, order: Order) -> None:
         """Take a timed cut where it is better than what there is."""
         state = self.state
-        known = state.per_configuration.get(configuration)
-        if known is not None and order.iteration_s > known.iteration_s * (1 + EQUAL):
+        known, alike = state.per_configuration.get(configuration), state.per_schedule.get(order.name)
+        if all(one is not None and order.iteration_s > one.iteration_s * (1 + EQUAL) for one in (known, alike)):
             return
         candidate = Candidate(
             configuration=configuration,
@@ -170,6 +173,8 @@ class Search:
             warmup=order.warmup,
             timeline=simulate(job, order.schedule, levels=False),
         )
+        if candidate.better_than(alike):
+            state.per_schedule[order.name] = candidate
         if candidate.better_than(known):
             state.per_configuration[configuration] = candidate
         if candidate.better_than(state.best):

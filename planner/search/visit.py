@@ -71,8 +71,6 @@ class Visit:
             bound, level, index = heapq.heappop(waiting)
             item = items[index]
             if not math.isfinite(bound) or bound > state.best_s * (1 + EQUAL):
-                left = {items[other].configuration for _, _, other in waiting} | {item.configuration}
-                state.pruned += len(left - state.solved)
                 return
             if self._is_no_better_tie(bound, item.configuration):
                 continue

@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import pytest
 from rich.console import Console
+from support.chains import chain
 from support.random_profiles import random_cluster, random_profile
 
 from planner.cluster import Cluster, ClusterLinks, Link, memory_limit, resolve
@@ -22,7 +23,7 @@ from planner.report.explain import told
 from planner.report.plans import others, table
 from planner.schedules import ScheduleName
 from planner.search import Asked, Found, solve
-from planner.units import format_bytes, format_seconds
+from planner.units import format_bytes, format_seconds, parse_bytes
 
 NAMES = tuple(ScheduleName)
 
@@ -186,3 +187,36 @@ def test_a_name_that_looks_like_markup_is_printed_as_it_is() -> None:
     console.print(table(("layers",), [[("blocks[0].[bold]",)]], words=("layers",)))
     assert isinstance(console.file, StringIO)
     assert "blocks[0].[bold]" in console.file.getvalue()
+
+
+@FOUND
+def test_the_counts_add_up_to_all_there_is(seed: int) -> None:
+    found = found_for(seed)
+    assert min(found.solved, found.pruned, found.left) >= 0
+    assert found.proven == (found.left == 0)
+    text = " ".join(text_of(found, explain=False).split())
+    counts = re.search(r"(\d+) configurations?: (\d+) solved, (\d+) ruled out by their bound(?:, (\d+) left)?\)", text)
+    assert counts is not None
+    every, *parts = (int(count or 0) for count in counts.groups())
+    assert every == sum(parts) == found.configurations
+
+
+def test_what_is_not_proven_says_how_to_search_on() -> None:
+    found = dataclasses.replace(found_for(0), proven=False, configurations=100)
+    assert "--effort 10 looks at more" in " ".join(text_of(found, explain=False).split())
+    ended = dataclasses.replace(found, interrupted=True, asked=dataclasses.replace(found.asked, max_seconds=1.0))
+    assert "a longer --max-seconds goes on" in " ".join(text_of(ended, explain=False).split())
+
+
+def test_a_leaner_plan_that_is_hardly_slower_is_named_and_can_be_had() -> None:
+    """Whole replicas in buckets are a little faster than a pipeline that holds two thirds."""
+    profile, link = chain(24), Link(latency_s=5e-6, bandwidth_bytes_per_s=50e9)
+    cluster = resolve(Cluster(links=ClusterLinks(intra_node=link, inter_node=link)), profile)
+    found = solve(profile, Asked(gpus=4, global_batch=64, cluster=cluster))
+    text = " ".join(text_of(found, explain=False).split())
+    told = re.search(r"with less memory: .* takes ([\d.]+)% longer, .* --memory (\S+) keeps to that", text)
+    assert told is not None
+    memory = dataclasses.replace(cluster, memory_bytes=parse_bytes(told[2]))
+    again = solve(profile, dataclasses.replace(found.asked, cluster=memory))
+    assert again.best.iteration_s <= (1.0005 + float(told[1]) / 100) * found.best.iteration_s
+    assert again.best.peak_memory_bytes <= found.best.peak_memory_bytes * 2 / 3 + 2**20
