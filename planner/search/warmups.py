@@ -152,42 +152,54 @@ class Branching:
         self.plain: Final = (min(again),) * len(job.stages)
         self.than_s = math.inf
         self._walks: dict[tuple[bool, ...], Walk] = {}
-        self._held: dict[tuple[int, tuple[bool, ...]], bool] = {}
 
     def faster(self, rows: Rows, than_s: float) -> Iterator[Plan]:
         """Whatever is faster than a time that is reached, and fits: each faster than the one before it."""
         self.than_s = than_s
-        chosen = tuple(own[0] if len(own) == 1 else None for own in rows.ranks)
-        if self._beats(self._bound(rows, chosen, self.plain)):
-            yield from self._descend(rows, len(chosen) - 1, chosen, self.plain)
+        fitting = [self._fitting(rank, own) for rank, own in enumerate(rows.ranks)]
+        if not all(fitting):
+            return
+        chosen = tuple(next(iter(own)) if len(own) == 1 else None for own in fitting)
+        again = list(self.plain)
+        for stages, own in zip(self.own, fitting, strict=True):
+            for place, stage in enumerate(stages):  # a stage that has to recompute whatever the rank runs
+                again[stage] = all(flags[place] for every in own.values() for flags in every)
+        if self._beats(self._bound(rows, chosen, tuple(again))):
+            yield from self._descend(rows, fitting, len(chosen) - 1, chosen, tuple(again))
 
     def _beats(self, seconds: float) -> bool:
         return seconds < self.than_s * (1 - _EQUAL)
 
+    def _fitting(self, rank: int, own: Sequence[_Row]) -> dict[_Row, list[tuple[bool, ...]]]:
+        """The rows of a rank, each with the choices of its stages to recompute with which it may fit."""
+        made = {row: [flags for flags in self.choices[rank] if self._fits(rank, row.order, flags)] for row in own}
+        return {row: every for row, every in made.items() if every}
+
     def _descend(
-        self, rows: Rows, rank: int, chosen: tuple[_Row | None, ...], again: tuple[bool, ...]
+        self,
+        rows: Rows,
+        fitting: Sequence[dict[_Row, list[tuple[bool, ...]]]],
+        rank: int,
+        chosen: tuple[_Row | None, ...],
+        again: tuple[bool, ...],
     ) -> Iterator[Plan]:
         """Ranks above ``rank`` are chosen: their rows, and which of their stages recompute."""
         if rank < 0:
             yield from self._timed(rows, [row for row in chosen if row is not None], again)
             return
         tries: list[tuple[float, int, tuple[_Row | None, ...], tuple[bool, ...]]] = []
-        for row in rows.ranks[rank]:
+        for row, every in fitting[rank].items():
             picked = (*chosen[:rank], row, *chosen[rank + 1 :])
-            for flags in self.choices[rank]:
-                least = flags is self.choices[rank][0]
-                fits = self._fits(rank, row.order, flags)
-                if not fits and not least:
-                    continue
+            if len(every) > 1 and not self._beats(self._bound(rows, picked, again)):
+                continue  # to recompute more takes longer
+            for flags in every:
                 changed = self._with(rank, flags, again)
                 bound = self._bound(rows, picked, changed)
-                if fits and self._beats(bound):
+                if self._beats(bound):
                     tries.append((bound, len(tries), picked, changed))
-                if least and not self._beats(bound):
-                    break  # to recompute more takes longer
         for bound, _, picked, changed in sorted(tries, key=lambda entry: entry[:2]):
             if self._beats(bound):
-                yield from self._descend(rows, rank - 1, picked, changed)
+                yield from self._descend(rows, fitting, rank - 1, picked, changed)
 
     def _with(self, rank: int, flags: tuple[bool, ...], again: tuple[bool, ...]) -> tuple[bool, ...]:
         changed = list(again)
@@ -216,18 +228,13 @@ class Branching:
         """Whether what a rank's row holds while an action runs that lasts some time fits, messages aside."""
         if self.limit is None:
             return True
-        key = (id(order), flags)
-        if key not in self._held:
-            walk = self._walk(self._with(rank, flags, self.plain))
-            held = self.resident[rank]
-            most = held
-            for stage, letter, _ in order:
-                during, after = held_by(walk.job.stages[stage], letter)
-                if _seconds(walk, stage, letter) > 0:
-                    most = max(most, held + during)
-                held += after
-            self._held[key] = most <= self.limit
-        return self._held[key]
+        walk, held = self._walk(self._with(rank, flags, self.plain)), self.resident[rank]
+        for stage, letter, _ in order:
+            during, after = held_by(walk.job.stages[stage], letter)
+            if held + during > self.limit and _seconds(walk, stage, letter) > 0:
+                return False
+            held += after
+        return True
 
     def _bound(self, rows: Rows, chosen: tuple[_Row | None, ...], again: tuple[bool, ...]) -> float:
         """No choice for the open ranks ends sooner; where none is open, the iteration's time."""

@@ -35,7 +35,8 @@ _Hold = tuple[float, float, int]
 _Holds = tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], int]
 """The same for every micro-batch of a stage."""
 
-_FORWARD, _WEIGHT = Letter.FORWARD.value, Letter.BACKWARD_WEIGHT.value
+_FORWARD, _BACK, _WEIGHT = Letter.FORWARD.value, Letter.BACKWARD.value, Letter.BACKWARD_WEIGHT.value
+_BACKWARDS = (Letter.BACKWARD, Letter.BACKWARD_INPUT)
 
 
 def passages(walk: Walk, schedule: Schedule, walked: Walked) -> tuple[Passage, ...]:
@@ -85,7 +86,7 @@ def peaks(walk: Walk, schedule: Schedule, walked: Walked, iteration_s: float) ->
     for stage in job.stages:
         holds[stage.rank] += _held_by_stage(stage, times)
         for forward, given in ((True, walk.sends), (False, walk.returns)):
-            handed = times.ends[_FORWARD if forward else times.back[stage.stage], stage.stage]
+            handed = times.ends[_FORWARD if forward else _BACK, stage.stage]
             entries = stage.sends if forward else stage.returns
             parcels = {parcel.to_stage: (place, parcel) for place, parcel in enumerate(given[stage.stage].parcels)}
             for entry in entries:
@@ -96,47 +97,54 @@ def peaks(walk: Walk, schedule: Schedule, walked: Walked, iteration_s: float) ->
                 if entry.to_stage in parcels:
                     place, parcel = parcels[entry.to_stage]
                     left = np.array(walked.arrivals_s[forward, stage.stage, place]) - parcel.latency_s
-                taken = times.starts[_FORWARD if forward else times.back[entry.to_stage], entry.to_stage]
+                taken = times.starts[_FORWARD if forward else _BACK, entry.to_stage]
                 holds[stage.rank].append((handed, left, entry.bytes))
                 holds[to_rank].append((left, taken, entry.bytes))
     return [resident_bytes(job, rank) + _most(held, iteration_s) for rank, held in enumerate(holds)]
 
 
 class _Times:
-    """Start and end of every action by letter and stage, an entry for each micro-batch."""
+    """Start and end of every action by letter and stage, an entry for each micro-batch; _BACK: of its B or I.
+
+    ``split[stage]``: the micro-batches with I and W: a schedule may have both kinds.
+    """
 
     def __init__(self, walk: Walk, schedule: Schedule, walked: Walked) -> None:
         job = walk.job
-        empty = [0.0] * job.num_microbatches
-        begun: dict[tuple[str, int], list[float]] = {}
-        ended: dict[tuple[str, int], list[float]] = {}
-        self.back: dict[int, str] = {}
+        keys = [(letter, stage.stage) for stage in job.stages for letter in (_FORWARD, _BACK, _WEIGHT)]
+        begun = {key: [0.0] * job.num_microbatches for key in keys}
+        ended = {key: [0.0] * job.num_microbatches for key in keys}
+        split: list[list[int]] = [[] for _ in job.stages]
         for rank, order in enumerate(schedule):
-            for letter, stage in {(action.letter, action.stage) for action in order}:
-                begun[letter, stage], ended[letter, stage] = empty[:], empty[:]
-                if letter in (Letter.BACKWARD, Letter.BACKWARD_INPUT):
-                    self.back[stage] = letter.value
             for (stage, letter, m), start, end in zip(order, walked.starts_s[rank], walked.ends_s[rank], strict=True):
-                begun[letter, stage][m] = start
-                ended[letter, stage][m] = end
+                key = (_BACK if letter in _BACKWARDS else letter.value, stage)
+                begun[key][m] = start
+                ended[key][m] = end
+                if letter is Letter.BACKWARD_WEIGHT:
+                    split[stage].append(m)
+        self.split = [np.array(sorted(own), dtype=np.int64) for own in split]
         self.starts = {key: np.array(times) for key, times in begun.items()}
         self.ends = {key: np.array(times) for key, times in ended.items()}
 
 
 def _held_by_stage(stage: Stage, times: _Times) -> Iterator[_Holds]:
     """What a stage holds for its micro-batches, and while it runs."""
-    number, back = stage.stage, times.back[stage.stage]
-    for letter in (_FORWARD, back, *((_WEIGHT,) if back == Letter.BACKWARD_INPUT else ())):
-        yield times.starts[letter, number], times.ends[letter, number], stage.workspace_bytes
-    begun = times.starts[_FORWARD, number]
-    split = back == Letter.BACKWARD_INPUT
-    last = _WEIGHT if split and not stage.returns else back
-    if split and stage.returns:
-        yield times.ends[back, number], times.ends[_WEIGHT, number], stage.saved_for_weight_bytes
+    number, split = stage.stage, times.split[stage.stage]
+    back, weight = (_BACK, number), (_WEIGHT, number)
+    for key in ((_FORWARD, number), back):
+        yield times.starts[key], times.ends[key], stage.workspace_bytes
+    if len(split):
+        yield times.starts[weight][split], times.ends[weight][split], stage.workspace_bytes
+    begun, last_start, last_end = times.starts[_FORWARD, number], times.starts[back], times.ends[back]
+    if len(split) and stage.returns:
+        yield last_end[split], times.ends[weight][split], stage.saved_for_weight_bytes
+    elif len(split):
+        last_start, last_end = last_start.copy(), last_end.copy()
+        last_start[split], last_end[split] = times.starts[weight][split], times.ends[weight][split]
     if stage.recompute:
-        yield begun, times.starts[last, number], stage.input_bytes
-        begun = times.starts[last, number]
-    yield begun, times.ends[last, number], stage.saved_bytes
+        yield begun, last_start, stage.input_bytes
+        begun = last_start
+    yield begun, last_end, stage.saved_bytes
 
 
 def _most(holds: list[_Holds], iteration_s: float) -> int:

@@ -44,3 +44,4 @@ def test_agrees_with_an_event_simulation(pair: tuple[Job, Schedule]) -> None:
         assert span.end_s == pytest.approx(naive.ends[stage, letter.value, m], abs=1e-12)
     assert timeline.iteration_s == pytest.approx(naive.iteration_s, abs=1e-12)
     assert [use.peak_memory_bytes for use in timeline.ranks] == naive.peaks
+    assert [use.peak_memory_bytes for use in simulate(job, schedule, levels=False).ranks] == naive.peaks
