@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 
+from planner.allocator import keep_freed_memory
+
 
 def default_neighbours(device: str) -> int:
     """One where there is a core for it: no pipeline has fewer than two processes. None beside a GPU."""
@@ -53,6 +55,7 @@ def _work(path: Path, microbatch_size: int) -> None:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that measures ends this one
     torch.set_num_threads(1)
+    keep_freed_memory()
     out = os.dup(1)
     os.dup2(2, 1)  # what the user's code prints is no sign of ours
     captured = capture(load_model_file(path), microbatch_size=microbatch_size)

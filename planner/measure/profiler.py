@@ -11,6 +11,7 @@ from statistics import median
 
 import torch
 
+from planner.allocator import keep_freed_memory
 from planner.capture import Capture, CapturedEdge, ModelFile, capture
 from planner.errors import InputError
 from planner.measure.held import HeldBytes, measure_held
@@ -90,6 +91,7 @@ def measure_profile(
     Raises InputError where the model cannot be captured, or fits at no micro-batch size.
     """
     torch.set_num_threads(1)
+    keep_freed_memory()
     layerwise = asked.layerwise
     if layerwise is None:
         layerwise = not fits_whole(model_file, asked.device, neighbours=asked.neighbours)

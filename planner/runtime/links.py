@@ -25,6 +25,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from planner.allocator import keep_freed_memory
 from planner.profile import ProfiledLinks
 from planner.runtime.groups import Communicators
 from planner.runtime.messages import Key, Kind
@@ -200,6 +201,7 @@ class _Player:
 def _main(rank: int, kind: str, folder: Path) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that measures ends this one
     torch.set_num_threads(1)
+    keep_freed_memory()
     device = torch.device("cuda", rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(device)

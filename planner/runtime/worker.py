@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from planner.allocator import keep_freed_memory
 from planner.capture import Batch, Capture, ModelFile, capture_as, load_model_file
 from planner.capture.shard import shard
 from planner.capture.sharding import Sharding
@@ -57,6 +58,7 @@ def main(job: RunJob) -> None:
     os.dup2(2, 1)  # stdout is the launcher's: what the user's code prints goes to stderr
     _end_with_parent(job.folder, local_size)
     torch.set_num_threads(1)
+    keep_freed_memory()
     board = Board(job.folder / "board", num_processes=local_size, num_steps=job.steps)
     writer = board.writer(local_rank)
     writer.start(os.getpid())
