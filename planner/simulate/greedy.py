@@ -13,8 +13,8 @@ from __future__ import annotations
 import heapq
 import math
 from enum import StrEnum
+from typing import Final
 
-from planner.graph.stage import Stage
 from planner.record import record
 from planner.schedules.action import Action, Letter, Schedule
 from planner.simulate.costs import Handover
@@ -40,7 +40,8 @@ class Rule:
     passed, so that the first gradients come back fast. ``budget_bytes[r]``: what rank r may hold beyond what it always
     holds; ``ahead[r]``: how many of its forwards may be without their backward (None: no limit); ``window``: how many
     micro-batches may be on their way through the first stage and back; ``behind[r]``: how many W's rank r may leave
-    undone before one presses more than a forward.
+    undone before one presses more than a forward. ``depths[k]``: how many micro-batches may be between F and B
+    (or I) of stage k, in place of the room kept for the oldest: the caller sees to it that all of them fit at once.
     """
 
     split: bool
@@ -51,178 +52,188 @@ class Rule:
     ahead: tuple[int | None, ...] | None = None
     window: int | None = None
     behind: tuple[int, ...] | None = None
+    depths: tuple[int, ...] | None = None
 
 
 def greedy(walk: Walk, rule: Rule) -> Schedule | None:
     """The order that a rule makes for a job; None where the budget does not let it come to an end."""
     run = _Run(walk, rule)
-    while run.events:
-        now, rank = heapq.heappop(run.events)
-        if run.free_s[rank] <= now:
-            run.decide(rank, now)
+    events, free_s, decide = run.events, run.free_s, run.decide
+    while events:
+        now, rank = heapq.heappop(events)
+        if free_s[rank] <= now:
+            decide(rank, now)
     done = len(walk.job.stages) * walk.job.num_microbatches * (3 if rule.split else 2)
     return tuple(map(tuple, run.orders)) if sum(map(len, run.orders)) == done else None
 
 
-class _StageRun:
-    """One stage while the order is made: what it costs and holds, how far it is, when its next inputs are there."""
+_Wire = tuple[int | None, float, float, tuple[tuple[list[float], int], ...]]
+"""To which rank (None: there at once), seconds the link is busy, latency, where arrivals are noted, of which stage."""
 
-    def __init__(self, walk: Walk, stage: Stage, split: bool) -> None:
-        cost, number = walk.durations[stage.stage], stage.stage
-        self.number = number
-        self.sent, self.returned = walk.sends[number], walk.returns[number]
-        self.back = Letter.BACKWARD_INPUT if split else Letter.BACKWARD
-        self.seconds = {
-            Letter.FORWARD: cost.forward_s + self.sent.added_s,
-            Letter.BACKWARD: cost.backward_s + self.returned.added_s,
-            Letter.BACKWARD_INPUT: cost.backward_input_s + self.returned.added_s,
-            Letter.BACKWARD_WEIGHT: cost.backward_weight_s,
-        }
-        self.held = {letter: held_by(stage, letter) for letter in Letter}
-        self.done = dict.fromkeys(Letter, 0)
-        self.inputs_s: list[list[float]] = []
-        self.gradients_s: list[list[float]] = []
-
-    @property
-    def forwards(self) -> int:
-        """How many micro-batches have gone forward."""
-        return self.done[Letter.FORWARD]
-
-    @property
-    def behind(self) -> int:
-        """How many W's are still to do."""
-        return self.backwards - self.done[Letter.BACKWARD_WEIGHT]
-
-    @property
-    def backwards(self) -> int:
-        """How many have gone backward."""
-        return self.done[self.back]
+_F, _B, _W = 0, 1, 2
 
 
 class _Run:
+    """One order while it is made. Lists by stage; actions are of three kinds: F, B (or I), W."""
+
     def __init__(self, walk: Walk, rule: Rule) -> None:
         job = walk.job
-        self.rule, self.num_ranks, self.num_microbatches = rule, job.num_ranks, job.num_microbatches
-        self.stages = [_StageRun(walk, stage, rule.split) for stage in job.stages]
-        self.ranks = [stage.rank for stage in job.stages]
-        self.own = [[run for run in self.stages if self.ranks[run.number] == rank] for rank in range(job.num_ranks)]
-        self.into: dict[tuple[bool, int, int], list[float]] = {}
-        for run in self.stages:
-            for forward, given in ((True, run.sent), (False, run.returned)):
-                for goal in _goals(given):
-                    arrivals: list[float] = []
-                    self.into[forward, run.number, goal] = arrivals
-                    target = self.stages[goal]
-                    (target.inputs_s if forward else target.gradients_s).append(arrivals)
-        self.link_free: dict[tuple[int, int], float] = {}
-        self.held = [0] * job.num_ranks
-        self.burst = [max((max(run.held[run.back]) for run in own), default=0) for own in self.own]
-        self.free_s = [0.0] * job.num_ranks
-        self.orders: list[list[Action]] = [[] for _ in range(job.num_ranks)]
-        self.events = [(0.0, rank) for rank in range(job.num_ranks)]
+        stages = range(len(job.stages))
+        self.rule: Final = rule
+        self.num_ranks: Final = job.num_ranks
+        self.num_microbatches: Final = job.num_microbatches
+        self.num_stages: Final = len(job.stages) + 1
+        self.split: Final = rule.split
+        self.deepest: Final = rule.turn is Turn.DEEPEST
+        self.level: Final = 2.0 * self.num_stages * self.num_microbatches * (self.num_microbatches + 2)
+        self.letters: Final = (
+            Letter.FORWARD,
+            Letter.BACKWARD_INPUT if rule.split else Letter.BACKWARD,
+            Letter.BACKWARD_WEIGHT,
+        )
+        self.ranks: Final = [stage.rank for stage in job.stages]
+        self.own: Final = [[k for k in stages if self.ranks[k] == rank] for rank in range(job.num_ranks)]
+        backward = [cost.backward_input_s if rule.split else cost.backward_s for cost in walk.durations]
+        self.seconds: Final = (
+            [walk.durations[k].forward_s + walk.sends[k].added_s for k in stages],
+            [backward[k] + walk.returns[k].added_s for k in stages],
+            [walk.durations[k].backward_weight_s for k in stages],
+        )
+        held = [[held_by(stage, letter) for stage in job.stages] for letter in self.letters]
+        self.after: Final = [[after for _, after in row] for row in held]
+        burst = [max((max(held[_B][k]) for k in own), default=0) for own in self.own]
+        # a forward leaves room for the burst of a backward, which it will have to go through
+        self.takes: Final = [[max(one) for one in row] for row in held]
+        self.takes[_F] = [max(held[_F][k][0], held[_F][k][1] + burst[self.ranks[k]]) for k in stages]
+        self.done: Final = ([0] * len(stages), [0] * len(stages), [0] * len(stages))
+        self.arrivals: Final[tuple[list[list[list[float]]], ...]] = ([[] for _ in stages], [[] for _ in stages])
+        self.wires: Final = (
+            [self._wires(walk.sends[k], self.arrivals[_F]) for k in stages],
+            [self._wires(walk.returns[k], self.arrivals[_B]) for k in stages],
+        )
+        # when what the next micro-batch of a stage waits for is there; infinite: not known yet
+        self.ready: Final = tuple([math.inf if inputs else 0.0 for inputs in row] for row in self.arrivals)
+        self.link_free: dict[tuple[int, int | None], float] = {}
+        self.held: Final = [0] * job.num_ranks
+        self.free_s: Final = [0.0] * job.num_ranks
+        self.was_backward: Final = [False] * job.num_ranks
+        self.orders: Final[list[list[Action]]] = [[] for _ in range(job.num_ranks)]
+        self.events: Final = [(0.0, rank) for rank in range(job.num_ranks)]
+
+    @staticmethod
+    def _wires(given: Handover, into: list[list[list[float]]]) -> list[_Wire]:
+        """Where a stage's messages go."""
+
+        def note(goal: int) -> tuple[list[float], int]:
+            into[goal].append([])
+            return into[goal][-1], goal
+
+        made: list[_Wire] = [(None, 0.0, 0.0, (note(goal),)) for goal in given.at_once]
+        for parcel in given.parcels:
+            goals = tuple(note(goal) for goal in (parcel.to_stage, *parcel.riders))
+            made.append((parcel.to_rank, parcel.busy_s, parcel.latency_s, goals))
+        return made
 
     def decide(self, rank: int, now: float) -> None:
         """Start the most pressing action that is ready and has room, if there is one."""
-        own, budget, window = self.own[rank], self.rule.budget_bytes[rank], self.rule.window
-        oldest = min(run.backwards for run in own)
-        left = None if budget is None else budget - self.held[rank]
-        needed = sum(run.held[Letter.FORWARD][1] for run in own if run.forwards <= oldest) if left is not None else 0
-        ahead = self.rule.ahead[rank] if self.rule.ahead else None
-        last = self.orders[rank][-1].letter if self.orders[rank] else None
-        forward_next = self.rule.alternate and last in (Letter.BACKWARD, Letter.BACKWARD_INPUT)
-        full = ahead is not None and sum(run.forwards - run.backwards for run in own) >= ahead
-        best: tuple[tuple[int, ...], Letter, _StageRun] | None = None
-        soonest = [math.inf] * 5
-        late = self.rule.behind is not None and sum(run.behind for run in own) > self.rule.behind[rank]
-        for run in own:
-            for press, letter, ready in self._candidates(run, 0 if forward_next else 3, 2 if late else 4):
-                begins = letter is Letter.FORWARD and run.forwards > oldest
-                if begins and full:
-                    continue
-                if letter is Letter.FORWARD and not run.number and window and run.forwards - run.backwards >= window:
-                    continue
-                if left is not None and self._takes(run, letter, rank) + (needed if begins else 0) > left:
-                    continue
+        rule, own = self.rule, self.own[rank]
+        forwards, backwards, weights = self.done
+        ready_f, ready_b = self.ready
+        takes_f, takes_b, takes_w = self.takes
+        budget, depths = rule.budget_bytes[rank], rule.depths
+        left = math.inf if budget is None else budget - self.held[rank]
+        oldest, begins_left = self._room_to_begin(rank, left) if depths is None else (0, left)
+        late = rule.behind is not None and sum(backwards[k] - weights[k] for k in own) > rule.behind[rank]
+        forward_level = 0 if rule.alternate and self.was_backward[rank] else 3
+        best, stage, kind = math.inf, -1, _F
+        soonest: list[tuple[float, float]] = []
+        for k in own:
+            begun, returned, ready = forwards[k], backwards[k], ready_b[k]
+            if returned < begun and ready < math.inf and takes_b[k] <= left:
+                press = self._press(1, returned, self.num_stages - k)
                 if ready > now:
-                    soonest[press[0]] = min(soonest[press[0]], ready)
-                elif best is None or press < best[0]:
-                    best = (press, letter, run)
-        if best is None:
+                    soonest.append((press, ready))
+                elif press < best:
+                    best, stage, kind = press, k, _B
+            ready = ready_f[k]
+            if begun < self.num_microbatches and ready < math.inf:
+                if depths is not None:
+                    may = begun - returned < depths[k] and takes_f[k] <= left
+                else:
+                    may = takes_f[k] <= (begins_left if begun > oldest else left)
+                    may = may and (k > 0 or not rule.window or begun - returned < rule.window)
+                if may:
+                    press = self._press(forward_level, begun, k)
+                    if ready > now:
+                        soonest.append((press, ready))
+                    elif press < best:
+                        best, stage, kind = press, k, _F
+            if self.split and weights[k] < returned and takes_w[k] <= left:
+                press = (2 if late else 4) * self.level + weights[k] * self.num_stages + k
+                if press < best:
+                    best, stage, kind = press, k, _W
+        if stage < 0:
             return
-        press, letter, run = best
-        awaited = math.inf if any(other.backwards for other in own) else min(soonest[: press[0]], default=math.inf)
-        if awaited < now + self.rule.patience * run.seconds[letter]:
-            heapq.heappush(self.events, (awaited, rank))
-        else:
-            self._start(letter, run, rank, now)
+        if rule.patience and not any(backwards[k] for k in own):
+            levels = best // self.level * self.level
+            awaited = min((ready for press, ready in soonest if press < levels), default=math.inf)
+            if awaited < now + rule.patience * self.seconds[kind][stage]:
+                heapq.heappush(self.events, (awaited, rank))
+                return
+        self._start(kind, stage, rank, now)
 
-    def _takes(self, run: _StageRun, letter: Letter, rank: int) -> int:
-        """How much an action needs; a forward leaves room for a backward's burst, which it will have to go through."""
-        during, after = run.held[letter]
-        if letter is Letter.FORWARD:
-            return max(during, after + self.burst[rank])
-        return max(during, after)
+    def _room_to_begin(self, rank: int, left: float) -> tuple[int, float]:
+        """The oldest micro-batch begun, and what a newer one's forward may take: the oldest must be able to go on."""
+        rule, own = self.rule, self.own[rank]
+        forwards, backwards = self.done[_F], self.done[_B]
+        oldest = min([backwards[k] for k in own])
+        if rule.ahead is not None:
+            ahead = rule.ahead[rank]
+            if ahead is not None and sum([forwards[k] - backwards[k] for k in own]) >= ahead:
+                return oldest, -math.inf
+        if left == math.inf:
+            return oldest, left
+        return oldest, left - sum([self.after[_F][k] for k in own if forwards[k] <= oldest])
 
-    def _candidates(self, run: _StageRun, forward: int, weight: int) -> list[tuple[tuple[int, ...], Letter, float]]:
-        """What a stage could do next: how much it presses (least first), its letter, when it is ready.
+    def _press(self, level: int, m: int, depth: int) -> float:
+        """How much an action presses, least first: its level, then as the rule takes stages in turn."""
+        if self.deepest:
+            return level * self.level + (self.num_stages - depth) * self.num_microbatches + m
+        return level * self.level + (m // self.num_ranks * self.num_stages + depth) * self.num_microbatches + m
 
-        Backwards press 1, forwards and W's as given.
-        """
-        found: list[tuple[tuple[int, ...], Letter, float]] = []
-        forwards, backwards = run.forwards, run.backwards
-        if backwards < forwards:
-            ready = _ready(run.gradients_s, backwards)
-            if ready is not None:
-                found.append((self._press(1, backwards, len(self.stages) - run.number), run.back, ready))
-        if forwards < self.num_microbatches:
-            ready = _ready(run.inputs_s, forwards)
-            if ready is not None:
-                found.append((self._press(forward, forwards, run.number), Letter.FORWARD, ready))
-        if self.rule.split and run.done[Letter.BACKWARD_WEIGHT] < backwards:
-            found.append(((weight, run.done[Letter.BACKWARD_WEIGHT], run.number), Letter.BACKWARD_WEIGHT, 0.0))
-        return found
-
-    def _press(self, level: int, m: int, depth: int) -> tuple[int, ...]:
-        if self.rule.turn is Turn.DEEPEST:
-            return level, -depth, m
-        return level, m // self.num_ranks, depth, m
-
-    def _start(self, letter: Letter, run: _StageRun, rank: int, now: float) -> None:
+    def _start(self, kind: int, stage: int, rank: int, now: float) -> None:
         """Note an action, what it holds from now on, and when what it hands over arrives."""
-        end = now + run.seconds[letter]
-        self.orders[rank].append(Action(run.number, letter, run.done[letter]))
-        run.done[letter] += 1
-        self.held[rank] += run.held[letter][1]
+        end, m = now + self.seconds[kind][stage], self.done[kind][stage]
+        self.orders[rank].append(Action(stage, self.letters[kind], m))
+        self.done[kind][stage] = m + 1
+        self.held[rank] += self.after[kind][stage]
         self.free_s[rank] = end
+        self.was_backward[rank] = kind == _B
         heapq.heappush(self.events, (end, rank))
-        if letter is not Letter.BACKWARD_WEIGHT:
-            self._hand_over(letter is Letter.FORWARD, run, rank, end)
+        if kind == _W:
+            return
+        ready, arrivals, done = self.ready[kind], self.arrivals[kind], self.done[kind]
+        ready[stage] = _ready(arrivals[stage], m + 1)
+        for to_rank, busy_s, latency_s, goals in self.wires[kind][stage]:
+            there = end
+            if to_rank is not None:
+                link = (rank, to_rank)
+                self.link_free[link] = gone = max(end, self.link_free.get(link, 0.0)) + busy_s
+                there = gone + latency_s
+            for noted, goal in goals:
+                noted.append(there)
+                if done[goal] == m:
+                    ready[goal] = _ready(arrivals[goal], m)
+                if there >= self.free_s[self.ranks[goal]]:
+                    heapq.heappush(self.events, (there, self.ranks[goal]))
 
-    def _hand_over(self, forward: bool, run: _StageRun, rank: int, end: float) -> None:
-        given = run.sent if forward else run.returned
-        for goal in given.at_once:
-            self._arrive(forward, run.number, goal, end)
-        for parcel in given.parcels:
-            link = (rank, parcel.to_rank)
-            self.link_free[link] = gone = max(end, self.link_free.get(link, 0.0)) + parcel.busy_s
-            for goal in (parcel.to_stage, *parcel.riders):
-                self._arrive(forward, run.number, goal, gone + parcel.latency_s)
 
-    def _arrive(self, forward: bool, source: int, goal: int, time: float) -> None:
-        self.into[forward, source, goal].append(time)
-        heapq.heappush(self.events, (time, self.ranks[goal]))
-
-
-def _ready(arrivals: list[list[float]], m: int) -> float | None:
-    """When all that micro-batch m waits for is there; None: not known yet."""
+def _ready(arrivals: list[list[float]], m: int) -> float:
+    """When all that micro-batch m waits for is there; infinite: not known yet."""
     ready = 0.0
     for known in arrivals:
         if len(known) <= m:
-            return None
-        ready = max(ready, known[m])
+            return math.inf
+        if known[m] > ready:
+            ready = known[m]
     return ready
-
-
-def _goals(given: Handover) -> list[int]:
-    riders = [goal for parcel in given.parcels for goal in (parcel.to_stage, *parcel.riders)]
-    return [*given.at_once, *riders]
