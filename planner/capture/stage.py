@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from planner.capture.batch import Batch, leaves
 from planner.capture.program import Boundary, StageProgram
@@ -252,7 +252,10 @@ class Stage:
         pending.edges.clear()
         pending.loss = None
         if roots:
-            torch.autograd.backward(roots, given)
+            # what torch.autograd.backward calls, after checks of shapes that take as long as a small stage's backward
+            _engine_run_backward(
+                tuple(roots), tuple(given), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
         return pending
 
     def _gradient_of_loss(self, loss_scale: float) -> Tensor:

@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -126,7 +127,7 @@ def _sides(given: argparse.Namespace, folder: Path) -> Table:
 
 
 def _model(what: str, folder: Path, stages: int) -> tuple[Path, list[int]]:
-    """The model file, and how many of its layers each stage has."""
+    """The model file, and how many of its layers (entries of a Sequential) each stage has."""
     path = folder / f"{what}{stages}.py"
     if what == "transformer":
         path.write_text(TRANSFORMER)
@@ -143,9 +144,10 @@ def _run_ours(
     size = {"num_ranks": ranks, "microbatches": given.microbatches, "microbatch": 1} | shape
     plan = plan_of(path, **size)
     layers = [name for stage in plan.stages for name in stage.layers]
-    if len(layers) == sum(cut):
-        bounds = [sum(cut[:stage]) for stage in range(len(cut) + 1)]
-        plan = plan_of(path, **size, cut=[layers[first:last] for first, last in pairwise(bounds)])
+    ends = [sum(cut[: stage + 1]) for stage in range(len(cut))]
+    stage_of = [bisect_right(ends, int(name.partition(".")[0])) for name in layers]
+    same = [[name for name, where in zip(layers, stage_of, strict=True) if where == stage] for stage in range(len(cut))]
+    plan = plan_of(path, **size, cut=same)
     side.ideal_s = ideal_s(_order(shape, ranks, given.microbatches), [stage.rank for stage in plan.stages])
     warm = 10 if given.what == "zero" else 1
     steps = run(plan, path.parent, steps=_num_steps(given)).result.steps

@@ -26,6 +26,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
+from planner.allocator import keep_freed_memory
 from planner.capture import load_model_file
 
 ACTION = re.compile(r"\d+[FBIW]\d+")
@@ -48,6 +49,7 @@ def main() -> None:
         sys.argv[8],
     )
     torch.set_num_threads(1)
+    keep_freed_memory()  # as our processes do: both sides alike
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
     model_file = load_model_file(model_path)
     torch.manual_seed(0)
