@@ -110,7 +110,8 @@ class _Ordinals(TorchDispatchMode):
 
             def entering(module: nn.Module, given: Any, coming: Iterator[str] = coming) -> None:
                 self._within += 1
-                enter(next(coming))
+                if self._within == 1:  # what is called within another is part of that one's call
+                    enter(next(coming))
 
             handles.append(module.register_forward_pre_hook(entering, prepend=True))
             handles.append(module.register_forward_hook(self._leave, always_call=True))

@@ -26,7 +26,7 @@ from planner.capture.made_up import computing
 from planner.capture.model_file import ModelFile, user_line
 from planner.capture.opaque import OPAQUE, OpaqueCall, Returned, StandIns, function_of, returned_by
 from planner.capture.values import HiddenTensorError
-from planner.capture.watch import LOSS, Watch
+from planner.capture.watch import LOSS, Watch, reached_apart
 from planner.capture.weightless import Fakes
 from planner.errors import InputError
 
@@ -110,16 +110,16 @@ def export(model: nn.Module, model_file: ModelFile, batch: Batch, fakes: Fakes |
     until nothing is found any more. ``fakes``: where the model has no weights.
     """
     whole = _whole(model, model_file.leaves)
-    returned: Mapping[str, list[Returned | HiddenTensorError]] | None = None
     while True:
-        if whole and returned is None:
+        returned: Mapping[str, list[Returned | HiddenTensorError]] = {}
+        if whole:
             try:
                 returned = _returned(model, model_file, batch, whole, fakes)
             except _StoppedError as stopped:
                 whole = _whole(model, whole | stopped.modules)
                 continue
-            _refuse_uncalled(model_file, returned)
-        stand_ins = StandIns(model=model, names=whole, returned=returned or {})
+            _refuse_uncalled(model_file, model, whole, returned)
+        stand_ins = StandIns(model=model, names=whole, returned=returned)
         watch = Watch(model, whole)
         try:
             exported = _exported(model, model_file, batch, stand_ins, watch, fakes)
@@ -152,10 +152,10 @@ def _exported(
 
 
 def _whole(model: nn.Module, names: Iterable[str]) -> frozenset[str]:
-    """The modules of these names, under the first name of each, without those that lie within another."""
-    first: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
-    chosen = {first[model.get_submodule(name)] for name in names}
-    return frozenset(name for name in chosen if not any(name.startswith(f"{other}.") for other in chosen))
+    """The modules of these names, under the first name of each, without those that only lie within another."""
+    chosen = {model.get_submodule(name) for name in names}
+    reached = reached_apart(model, chosen)
+    return frozenset(name for name, module in model.named_modules() if module in chosen & reached)
 
 
 def _alike(model: nn.Module, place: str) -> frozenset[str]:
@@ -192,7 +192,7 @@ def _returned(
             model_file.loss(called(model, inputs), target)
 
     try:
-        return returned_by(model, run)
+        return returned_by(model, run, whole)
     except InputError:
         raise
     except Exception as fault:
@@ -201,9 +201,12 @@ def _returned(
         raise model_file.raised(fault, "model()'s forward") from fault
 
 
-def _refuse_uncalled(model_file: ModelFile, returned: Mapping[str, object]) -> None:
+def _refuse_uncalled(
+    model_file: ModelFile, model: nn.Module, whole: Iterable[str], returned: Mapping[str, object]
+) -> None:
+    uncalled = {model.get_submodule(name) for name in whole if name not in returned}
     for name in model_file.leaves:
-        if name not in returned:
+        if model.get_submodule(name) in uncalled:
             raise InputError(
                 f"{model_file.path}: leaves names {name!r}, which is never called in the model's forward()",
                 hint="name a module that is called, such as one of its children or what holds it",

@@ -133,9 +133,9 @@ def _materialised(module: nn.Module, device: torch.device) -> nn.Module:
     memo: dict[int, Any] = {}
     for name, parameter in module.named_parameters():
         memo[id(parameter)] = made_up_parameter(name, parameter, device)
-    forward = module.__dict__.pop("forward", None)
+    stand_ins = {part: part.__dict__.pop("forward") for part in module.modules() if "forward" in part.__dict__}
     try:
         return copy.deepcopy(module, memo)
     finally:
-        if forward is not None:
-            module.__dict__["forward"] = forward
+        for part, forward in stand_ins.items():
+            part.__dict__["forward"] = forward

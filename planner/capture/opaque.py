@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -211,12 +211,26 @@ _HOOKS = (
 )
 
 
-def returned_by(model: nn.Module, run: Callable[[], object]) -> dict[str, list[Returned | HiddenTensorError]]:
-    """What each call of each module gives in one eager ``run`` of the model, whose buffers stay as they are."""
+def returned_by(
+    model: nn.Module, run: Callable[[], object], whole: Iterable[str]
+) -> dict[str, list[Returned | HiddenTensorError]]:
+    """What each call of the modules ``whole`` gives in one eager ``run`` of the model, whose buffers stay as they are.
+
+    Calls within another of them are no calls of the graph.
+    """
     found: dict[str, list[Returned | HiddenTensorError]] = defaultdict(list)
+    depth = 0
+
+    def entered(module: nn.Module, given: Any) -> None:
+        nonlocal depth
+        depth += 1
 
     def noted(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, given: Any, output: Any) -> None:
+            nonlocal depth
+            depth -= 1
+            if depth:
+                return
             try:
                 tensors, template = taken_apart(output)
             except HiddenTensorError as error:
@@ -231,7 +245,9 @@ def returned_by(model: nn.Module, run: Callable[[], object]) -> dict[str, list[R
         (module, [(name, buffer, copy.deepcopy(buffer)) for name, buffer in module._buffers.items()])
         for module in model.modules()
     ]
-    hooks = [module.register_forward_hook(noted(name)) for name, module in model.named_modules()]
+    modules = {name: model.get_submodule(name) for name in whole}
+    hooks = [module.register_forward_pre_hook(entered) for module in modules.values()]
+    hooks += [module.register_forward_hook(noted(name), always_call=True) for name, module in modules.items()]
     try:
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_drop, _drop):
             run()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from typing import Any
 
 import torch
@@ -45,8 +45,9 @@ class Watch:
     def watching(self) -> Iterator[None]:
         """Within it the model is watched."""
         handles = []
+        seen = reached_apart(self._model, {self._model.get_submodule(name) for name in self._opaque})
         for name, module in self._model.named_modules():
-            if any(name.startswith(f"{whole}.") for whole in self._opaque):
+            if module not in seen:
                 continue
             handles.append(module.register_forward_pre_hook(self._entering(name), prepend=True, with_kwargs=True))
             handles.append(module.register_forward_hook(self._leaving(name)))
@@ -89,6 +90,18 @@ class Watch:
             self._running.pop()
 
         return hook
+
+
+def reached_apart(model: nn.Module, whole: Set[nn.Module]) -> set[nn.Module]:
+    """The modules that do not lie within ones of ``whole`` alone; a module may have several parents."""
+    found, stack = {model}, [model]
+    while stack:
+        for child in stack.pop().children():
+            if child not in found:
+                found.add(child)
+                if child not in whole:
+                    stack.append(child)
+    return found
 
 
 def _generators() -> tuple[Any, ...]:
