@@ -100,10 +100,12 @@ def parse_memory(text: str) -> int:
     """Bytes of a device's memory: an amount, as ``80GiB``, or a known device's name. Raises InputError on neither."""
     try:
         return parse_bytes(text)
-    except InputError:
-        if not any(letter.isalpha() for letter in text) or text.strip()[:1].isdigit():
-            raise
-    return device_memory(text)
+    except InputError as error:
+        try:
+            return device_memory(text)
+        except InputError:
+            known = ", ".join(DEVICE_MEMORY_BYTES)
+            raise InputError(error.message, hint=f"{error.hint}, or a known device: {known}") from None
 
 
 def resolve(cluster: Cluster | None, profile: Profile, memory: int | None = None) -> Cluster:

@@ -6,13 +6,16 @@ InputError that names the file, the place in it and the mend. A writer replaces 
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import os
 import re
 import tempfile
+import zlib
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -21,6 +24,7 @@ from yaml.constructor import ConstructorError
 from planner.errors import InputError
 
 _T = TypeVar("_T")
+_MOST_UNPACKED: Final = 2 << 30
 
 
 _adapters: dict[Any, TypeAdapter[Any]] = {}
@@ -36,8 +40,13 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file. Raises InputError where there is none, or it is no UTF-8."""
+    """The text of a file, unpacked where it is a .gz. Raises InputError where there is none, or it is no UTF-8."""
     try:
+        if path.suffix == ".gz":
+            held = _unpacked(path, _MOST_UNPACKED + 1)
+            if len(held) > _MOST_UNPACKED:
+                raise InputError(f"{path}: unpacks to over {_MOST_UNPACKED >> 30} GiB", hint="check the path")
+            return held.decode("utf-8")
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise InputError(f"{path}: there is no such file", hint="check the path") from None
@@ -47,6 +56,15 @@ def read_text(path: Path) -> str:
         raise InputError(f"{path}: is no text (byte {error.start} is not UTF-8)", hint="check the path") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})", hint="check the path and its rights") from None
+
+
+def _unpacked(path: Path, most: int) -> bytes:
+    """The first bytes of a packed file. Raises InputError where it is none."""
+    try:
+        with gzip.open(path) as file:
+            return file.read(most)
+    except (gzip.BadGzipFile, EOFError, zlib.error):
+        raise InputError(f"{path}: is no gzip file, or is cut short", hint="check the path") from None
 
 
 def sha256_of(path: Path) -> str:
@@ -296,7 +314,7 @@ def _represent_text(dumper: _Dumper, data: str) -> yaml.Node:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a text file whole or not at all: temporary file beside it, fsync, rename.
+    """Write a text file whole or not at all: temporary file beside it, fsync, rename. A name in .gz packs it.
 
     Raises InputError where the folder cannot be written; an old file then stays as it was.
     """
@@ -304,8 +322,9 @@ def write_atomically(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            written = text.encode("utf-8")
+            file.write(gzip.compress(written, mtime=0) if path.suffix == ".gz" else written)
             file.flush()
             os.fsync(file.fileno())
         umask = os.umask(0)
@@ -340,6 +359,9 @@ def check_replaceable(path: Path, format_name: str, *, option: str = "-o") -> No
     try:
         with path.open("rb") as file:
             start = file.read(4096)
+        if start and path.suffix == ".gz":
+            with suppress(InputError):
+                start = _unpacked(path, 4096)
     except OSError:
         return  # there is none, or writing says what is wrong
     if start and f"{format_name}/".encode() not in start:

@@ -30,7 +30,9 @@ def show(
     ),
     html: Path | None = typer.Option(None, help="Write a page that stands alone.", show_default=False),
     svg: Path | None = typer.Option(None, help="Write the schedule as a picture.", show_default=False),
-    trace: Path | None = typer.Option(None, help="Write a trace for ui.perfetto.dev.", show_default=False),
+    trace: Path | None = typer.Option(
+        None, help="Write a trace for ui.perfetto.dev (packed: name it .json.gz).", show_default=False
+    ),
     measured: Path | None = typer.Option(
         None,
         help="What run --trace FILE measured, beside what is predicted: here, in the page, in the trace.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
 import random
 import tempfile
@@ -191,6 +192,22 @@ def test_show_writes_both_into_one_file(path: Path) -> None:
     events = _events(path.parent / "t.json")
     check_format(events)
     assert len(_compute(events, "predicted")) == len(_compute(events, "measured")) == 2 * 4 * 2
+
+
+def test_a_packed_trace_is_the_same_and_is_read_again(path: Path) -> None:
+    plain, packed, run = (path.parent / name for name in ("t.json", "t.json.gz", "run.json.gz"))
+    run.write_bytes(gzip.compress(_measured(path).read_bytes()))
+    for _ in range(2):
+        for file in (plain, packed):
+            assert pipeplan("show", path, "--trace", file, "--measured", run).code == 0
+    assert gzip.decompress(packed.read_bytes()) == plain.read_bytes()
+    packed.write_bytes(packed.read_bytes()[:-20])
+    assert "is cut short" in refused(pipeplan("show", path, "--measured", packed))
+    other = path.parent / "other.gz"
+    for held in (b"mine", gzip.compress(b"mine")):
+        other.write_bytes(held)
+        assert "name another file with --trace" in refused(pipeplan("show", path, "--trace", other))
+        assert other.read_bytes() == held
 
 
 @pytest.mark.parametrize("fault", ["model", "actions", "ranks", "times", "backwards", "none", "format"])
