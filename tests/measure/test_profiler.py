@@ -18,6 +18,7 @@ import pytest
 import torch
 from support.sleep import write_sleep_model
 
+from planner.allocator import keep_freed_memory
 from planner.capture import Capture, RandomKey, Stage, capture, load_model_file
 from planner.examples import example_text
 from planner.measure import Asked, Measured, measure_profile
@@ -35,8 +36,9 @@ EXAMPLES = ("gpt", "unet", "vgg16")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
+def _as_a_run_does() -> None:
     torch.set_num_threads(1)
+    keep_freed_memory()
 
 
 def _copy(name: str, folder: Path, **edits: str) -> Path:

@@ -70,7 +70,9 @@ class Net(nn.Module):
                 x = self.skip(torch.cat((x, kept.pop()), -1))
             y, prev = attend(n1(x), rotary=rotary, prev=prev)
             x = x + y
-            x += glu(n2(x))
+            y = glu(n2(x))
+            y += x
+            x = y
         logits = x[:, 4:] @ self.e.weight.t()
         return Out(
             logits, functional.cross_entropy(logits.flatten(0, 1), labels.flatten()) if labels is not None else None
