@@ -7,6 +7,10 @@ over sends, returns, F -> B or I and I -> W, and what surely follows (all-reduce
                 T >= a + M · (sum of S) + b
     link rows   for each ordered pair of ranks:
                 T >= least (head + duration) + M · bytes / bandwidth + least (latency + head-to-end of what reads it)
+    start rows  for each rank and head value a of its I's (or B's), S = {stages whose I has head >= a}: until a there
+                are only F's of S, as many as its memory holds:  T >= a + M · (sum of S) - these F's + what follows
+    closing     a rank's all-reduces follow one another, the first one some stage's last action, which needs all that
+                leads to it on that rank:  T >= least over k (head + M · sum of these) + all of the rank's all-reduces
     slot rows   where at most d micro-batches fit between F and B of a rank's only stage, with round trip RTT:
                 T >= head(F) + ceil(M/d) · RTT + tail,  T >= head(B) + M · B + (M-d) · F + tail  (split: I + W for B)
 """
@@ -43,6 +47,7 @@ class _CutBound:
         self.post_s = self.endings.post_s
         self.seconds: dict[_Node, float] = {}
         self.after: dict[_Node, list[tuple[_Node, float]]] = {}
+        self.leads_to: dict[_Node, tuple[int, int]] = {}
         for stage in range(len(self.stages)):
             self._add_stage(stage)
         order = self._order()
@@ -55,7 +60,9 @@ class _CutBound:
         for node in reversed(order):
             for target, delay in self.after[node]:
                 self.tail[node] = max(self.tail[node], delay + self.seconds[target] + self.tail[target])
-        self.bound_s = max([*self._rank_rows(), *self._link_rows(), *self._slot_rows(), *self._closing_rows()])
+        self.bound_s = max(
+            [*self._rank_rows(), *self._link_rows(), *self._slot_rows(), *self._start_rows(), *self._closing_rows()]
+        )
 
     def _add_stage(self, stage: int) -> None:
         cost, sends, returns = self.walk.durations[stage], self.walk.sends[stage], self.walk.returns[stage]
@@ -146,20 +153,72 @@ class _CutBound:
                     reached[target] = max(reached.get(target, 0.0), through)
         return reached[end]
 
+    def _start_rows(self) -> list[float]:
+        """Before the first I (or B) of some stages of a rank their F's are limited by what its memory holds."""
+        count, limit, made = self.job.num_microbatches, memory_limit(self.job.cluster), [0.0]
+        back = "B" if self.fused else "I"
+        for rank in range(self.job.num_ranks) if limit is not None else ():
+            own = sorted(
+                (stage for stage in self.stages if stage.rank == rank), key=lambda s: -self.head[back, s.stage]
+            )
+            room = float((limit or 0) - resident_bytes(self.job, rank))
+            room -= min((stage.workspace_bytes for stage in own), default=0)
+            for place, lowest in enumerate(own):
+                among = own[: place + 1]
+                works = count * sum(self.seconds[node] for s in among for node in self._actions(s.stage))
+                begun = _most_forward_s(among, [self.seconds["F", s.stage] for s in among], room, count)
+                after = min(self.tail[back, s.stage] for s in among) if self.fused else self.post_s[rank]
+                made.append(self.head[back, lowest.stage] + works - begun + after)
+        return made
+
+    def _actions(self, stage: int) -> list[_Node]:
+        """The actions of a stage."""
+        return [(letter, stage) for letter in ("FB" if self.fused else "FIW")]
+
     def _closing_rows(self) -> list[float]:
-        """A rank's all-reduces run one at a time, none before a stage's own actions can have ended."""
-        microbatches, made = self.job.num_microbatches, []
+        """A rank's all-reduces run one at a time, none before all that leads to its stage's last action has ended."""
+        count, made = self.job.num_microbatches, []
+        last = "B" if self.fused else "W"
         for rank in range(self.job.num_ranks):
             own = [stage.stage for stage in self.stages if stage.rank == rank]
             if not own or self.job.data == 1:
                 continue
-            letters = "FB" if self.fused else "FIW"
-            first = min(
-                self.head["F", k] + microbatches * sum(self.seconds[letter, k] for letter in letters) for k in own
-            )
+            mine = [node for k in own for node in self._actions(k)]
+            first = math.inf
+            for k in own:
+                leading = [node for node in mine if self._leads(node, (last, k))]
+                works = count * sum(self.seconds[node] for node in leading)
+                first = min(first, min(self.head[node] for node in leading) + works)
             after_all_s = self.endings.all_reduces_s[rank] - self.endings.reduce_s[rank]
             made.append(first + after_all_s + self.post_s[rank])
         return made
+
+    def _leads(self, node: _Node, goal: _Node) -> bool:
+        """Whether an action of one stage always precedes that of another with the same micro-batch."""
+        if not self.leads_to:
+            order = self._order()
+            place = {node: bit for bit, node in enumerate(order)}
+            reached: dict[_Node, int] = {}
+            for one in reversed(order):
+                reached[one] = 1 << place[one]
+                for target, _ in self.after[one]:
+                    reached[one] |= reached[target]
+            self.leads_to = {one: (place[one], mask) for one, mask in reached.items()}
+        return bool(self.leads_to[node][1] >> self.leads_to[goal][0] & 1)
+
+
+def _most_forward_s(stages: Sequence[Stage], forward_s: Sequence[float], room: float, count: int) -> float:
+    """The most seconds of F, at most M a stage, whose saved bytes a room holds at once: a fractional knapsack."""
+    most = 0.0
+    kept = [stage.input_bytes if stage.recompute else stage.saved_bytes for stage in stages]
+    worth = sorted(
+        range(len(stages)), key=lambda place: kept[place] / forward_s[place] if forward_s[place] else math.inf
+    )
+    for place in worth:
+        many = float(count) if not kept[place] else min(float(count), max(room, 0.0) / kept[place])
+        most += many * forward_s[place]
+        room -= many * kept[place]
+    return most
 
 
 def _edges(letter: str, given: Handover) -> list[tuple[_Node, float]]:

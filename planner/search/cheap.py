@@ -8,6 +8,10 @@ memory     a layer's activations of a micro-batch are held from its stage's F un
            layers after it run their F and I: what all ranks hold over time, sum of saved · (F + I from here on) · M, is
            at most T · (P · limit - what is always there). Layers that recompute hold nothing here, but add their F to
            the load: the early ones of long F-to-I are dear to hold, and recompute first (a fractional knapsack).
+start      before a rank's first I, which all F's precede, it runs F's alone, and holds what they save: on a chain
+           T >= all F's + M · load - the F's that its memory holds at once (a fractional knapsack), then its optimizer
+           step; over all ranks, the mean of that. A stage that recomputes runs M more F's than are counted: they pay
+           for those that its memory does not limit.
 """
 
 from __future__ import annotations
@@ -51,7 +55,9 @@ class Totals:
         self.gradient_bytes: Final = max(self.trainable_bytes, 0) * profile.gradient_bytes_per_trainable_byte
         self._paces: dict[int, float] = {}
         self._reduces: dict[int, float] = {}
+        self._least_workspace: Final = min(cost.workspace_bytes for cost in layers.costs)
         self._pareto()
+        self._forwards()
 
     def _pareto(self) -> None:
         """Seconds that layers which recompute add to a micro-batch, and byte-seconds that the others then hold."""
@@ -73,6 +79,32 @@ class Totals:
         order = np.argsort(-worth, kind="stable")
         self.added_s = np.concatenate([[0.0], np.cumsum(layers.forward_s[order])])
         self.held_byte_s = always + np.maximum(float(area.sum()) - np.concatenate([[0.0], np.cumsum(area[order])]), 0.0)
+
+    def _forwards(self) -> None:
+        """Seconds of F of the layers, those with the most of it for a byte that they save first."""
+        layers = self.layers
+        saved = np.array([float(cost.saved_bytes) for cost in layers.costs])
+        with np.errstate(divide="ignore", invalid="ignore"):
+            worth = np.where(saved > 0, layers.forward_s / saved, np.inf)
+        order = np.argsort(-worth, kind="stable")
+        self._forward_to_s = np.concatenate([[0.0], np.cumsum(layers.forward_s[order])])
+        self._saved_to_bytes = np.concatenate([[0.0], np.cumsum(saved[order])])
+
+    def held_forward_s(self, ranks: int, count: int) -> float:
+        """The most seconds of F that P ranks can have run, of M micro-batches, while they hold all that it saves."""
+        if self.limit is None:
+            return count * float(self._forward_to_s[-1])
+        room = ranks * (self.limit - self._least_workspace) - self.fixed_bytes
+        if room <= 0:
+            return float(count * self._forward_to_s[np.searchsorted(self._saved_to_bytes, 0.0, side="right") - 1])
+        return count * float(np.interp(room / count, self._saved_to_bytes, self._forward_to_s))
+
+    def start_s(self, ranks: int, count: int) -> float:
+        """A lower bound on T: what cannot be begun while the first micro-batch goes forward comes after that."""
+        if self.limit is None or not (self.chain and self.returns):
+            return 0.0
+        after_s = (count * self.plain_s - self.held_forward_s(ranks, count) + self.step_s) / ranks
+        return float(self.layers.forward_s.sum()) + after_s
 
     def pace_s(self, ranks: int) -> float:
         """A lower bound on T / M over P ranks: every rank's share of the load, as much recomputed as memory demands."""
@@ -132,4 +164,5 @@ def cheap_bound(totals: Totals, configuration: Configuration, *, fused: bool) ->
         part = share / count
         spread = 1 - (1 - part) ** ranks if part < 1 else 1.0
         bound = max(bound, share * totals.plain_s / spread if spread > 0 else 0.0)
+    bound = max(bound, totals.start_s(ranks, count))
     return max(bound, totals.spine_s if fused and totals.returns else 0.0)

@@ -4,6 +4,8 @@
     h            layers' forwards that run again, spread over the ranks as suits best
     rows         T >= f before stage ka, links at their cheapest + M · (load of the rank - f of its first a) + step
                  fused, for the lowest b stages of the rank too:  - M · (their backward) + backward before them
+    start        T >= all F's, the I's after stage kb + M · (load of the rank's stages up to kb) - d_r + step, where d_r
+                 are seconds of F that the rank's memory holds, before its first I: their sum over all ranks is known
     memory       what is held over time fits:  T · room >= M · held(h), a convex curve, by its tangents
 
 α and β are the least and the largest F / (F + I + W) of a layer. Layers may part anywhere here, so no cut is below it.
@@ -12,6 +14,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -73,8 +76,35 @@ def stages_bound(totals: Totals, configuration: Configuration, *, fused: bool) -
                         load_to[lowest + 1] - load_to[lowest] - forward_to[lowest + 1] + forward_to[lowest], -count
                     )
             row.add(forward_to[first + 1] - forward_to[first], -count)
+    _start(model, totals, configuration, rank_of, load_to, scale)
     solved = model.solve()
     return max(solved.bound * scale, count * pace_s)
+
+
+def _start(
+    model: CutModel,
+    totals: Totals,
+    configuration: Configuration,
+    rank_of: Sequence[int],
+    load_to: Sequence[Linear],
+    scale: float,
+) -> None:
+    """Before the first I of a rank's lowest stages only their F's run, as many as its memory holds."""
+    if totals.limit is None:
+        return
+    layers, count, ranks = totals.layers, configuration.num_microbatches, configuration.pipeline
+    busy = layers.load_s > 0
+    share = float((layers.input_s[busy] / layers.load_s[busy]).min())
+    begun = [model.variable() for _ in range(ranks)]
+    together = Linear()
+    for part in begun:
+        together.add(part)
+    model.at_most(together, Linear(constant=totals.held_forward_s(ranks, count) / scale))
+    for rank in range(ranks):
+        works = Linear(constant=float(layers.forward_s.sum()) / scale) - begun[rank]
+        for k in (k for k, home in enumerate(rank_of) if home == rank):
+            works.add(load_to[k + 1] - load_to[k], count)
+            model.row(works + (load_to[-1] - load_to[k + 1]) * share)
 
 
 def _memory(model: CutModel, totals: Totals, again: list[Linear], count: int, ranks: int, scale: float) -> None:

@@ -17,10 +17,11 @@ from planner.errors import InputError
 from planner.schedules import Action, Letter, Schedule, ScheduleName, build, default_warmup, shape_fault
 from planner.search.depth import Depths1F1B
 from planner.search.space import Configuration
+from planner.search.stretch import STRETCHES, stretched
 from planner.simulate import Walk, simulate
 from planner.simulate.greedy import Rule, Turn
 from planner.simulate.memory import resident_bytes
-from planner.simulate.synthesise import synthesise, within
+from planner.simulate.synthesise import less_messages, synthesise, within
 
 FUSED: Final = (
     ScheduleName.GPIPE,
@@ -209,7 +210,8 @@ def _greedy(walk: Walk, bound_s: float, trial: _Trial, *, quick: bool) -> Iterat
     windows: tuple[int | None, ...] = (None,)
     aheads: tuple[tuple[int, ...] | None, ...] = (None,)
     if limit is not None and len(job.stages) > job.num_ranks:
-        windows = (None, *_windows(walk))
+        yield from _shared(walk, budgets, rules, bound_s, trial, quick=quick)
+        windows = (None, *_windows(walk)) if actions <= _GREEDY_MOST else ()
     elif limit is not None:
         aheads = tuple(_aheads(walk, slack) for slack in ((1,) if quick else (0, 1, 2)))
     for (split, turn, alternate), window, ahead in itertools.product(rules, windows, aheads):
@@ -225,8 +227,34 @@ def _greedy(walk: Walk, bound_s: float, trial: _Trial, *, quick: bool) -> Iterat
             window=window,
             ahead=ahead,
         )
-        trial.spent += 8 * actions
+        trial.spent += 5 * actions
         schedule = within(walk, rule, limit, tries=2 if quick else 6)
+        if schedule is not None:
+            yield schedule
+
+
+def _shared(
+    walk: Walk,
+    budgets: tuple[float | None, ...],
+    rules: list[tuple[bool, Turn, bool]],
+    bound_s: float,
+    trial: _Trial,
+    *,
+    quick: bool,
+) -> Iterator[Schedule]:
+    """Orders whose stages share each rank's memory by the length of their round trips."""
+    spare, limit = less_messages(walk, budgets), memory_limit(walk.job.cluster)
+    seen: set[tuple[tuple[int, ...], bool, Turn, bool]] = set()
+    for stretch, (split, turn, alternate) in itertools.product(reversed(STRETCHES), rules):
+        if trial.best is not None and trial.best.iteration_s <= bound_s * (1 + _EQUAL):
+            return
+        depths = stretched(walk, spare, stretch, 1.0, split=split)
+        if depths is None or (depths, split, turn, alternate) in seen:
+            continue
+        seen.add((depths, split, turn, alternate))
+        rule = Rule(split=split, turn=turn, alternate=alternate, budget_bytes=budgets, depths=depths)
+        trial.spent += 5 * 3 * len(walk.job.stages) * walk.job.num_microbatches
+        schedule = within(walk, rule, limit, tries=1 if quick else 3)
         if schedule is not None:
             yield schedule
 

@@ -118,7 +118,7 @@ def within(walk: Walk, rule: Rule, limit: int | None, *, tries: int = 6) -> Sche
     whole = rule
     for turn in range(tries):
         if turn == 0 and limit is not None:
-            rule = dataclasses.replace(rule, budget_bytes=_less_messages(walk, rule.budget_bytes))
+            rule = dataclasses.replace(rule, budget_bytes=less_messages(walk, rule.budget_bytes))
         schedule = greedy(walk, rule)
         if turn == 0 and schedule is None:  # so little room that even they must not be counted on
             rule = whole
@@ -133,7 +133,7 @@ def within(walk: Walk, rule: Rule, limit: int | None, *, tries: int = 6) -> Sche
     return None
 
 
-def _less_messages(walk: Walk, budgets: tuple[float | None, ...]) -> tuple[float | None, ...]:
+def less_messages(walk: Walk, budgets: tuple[float | None, ...]) -> tuple[float | None, ...]:
     """What each rank may spend beside a few messages of each kind that wait there to be taken in or to leave."""
     waiting = [0] * walk.job.num_ranks
     for stage, given in (*enumerate(walk.sends), *enumerate(walk.returns)):
