@@ -78,6 +78,8 @@ def check(item: object, *, size: int, where: str) -> Batch:
                 f"{where}: {place} is of type {type(leaf).__name__}",
                 hint="inputs and target are a tensor, a tuple or a dict of tensors",
             )
+        if leaf.is_meta:
+            raise InputError(f"{where}: {place} is on the device meta, without values", hint="make it on the CPU")
         if leaf.dim() == 0 or leaf.shape[0] != size:
             shape = list(leaf.shape)
             raise InputError(

@@ -217,7 +217,8 @@ def _lost(model_file: ModelFile, place: str, what: str) -> InputError:
     mend = "with register_autograd" if "autograd" in what else "that draws them"
     return InputError(
         f"{model_file.path}: {place} {what}, which the capture would lose",
-        hint=f"do it in a module of its own (it is then kept whole), or in a torch.library.custom_op {mend}",
+        hint=f"do it in a module of its own that the model calls (it is then kept whole), or in a "
+        f"torch.library.custom_op {mend}",
     )
 
 
@@ -244,7 +245,8 @@ def _refusal(
     return InputError(
         f"{where}: torch.export cannot take the model, and no smaller module holds what it stops at "
         f"({type(error).__name__}: {words[0]})",
-        hint="do what depends on the values of tensors in a module of its own (it is then kept whole)",
+        hint="do what depends on the values of tensors, a loss too, in a module of its own that the model calls (it is "
+        "then kept whole)",
     )
 
 

@@ -165,8 +165,8 @@ class ModelFile:
     def raised(self, error: BaseException, function: str) -> InputError:
         """The user's exception as one line, at the line of the file where it came through."""
         line = user_line(error, self.path)
-        where = f"{self.path}:{line}" if line else str(self.path)
-        return InputError(f"{where}: {function}() raised {_said(error)}", hint="mend it in the model file")
+        where = f"{self.path}:{line}: {function}()" if line else self.place(function)
+        return InputError(f"{where} raised {_said(error)}", hint="mend it in the model file")
 
 
 def load_model_file(path: Path) -> ModelFile:

@@ -112,6 +112,19 @@ WRONG = {
         ":5: batch(): target has shape [4, 2], where 2 samples were asked for",
         "dimension 0",
     ),
+    "batch takes no size": (
+        HEAD + MODEL + "def batch():\n    return torch.randn(2, 4), torch.randn(2, 4)\n" + LOSS,
+        ":5: batch() raised TypeError",
+        "mend",
+    ),
+    "batch on meta": (
+        HEAD
+        + MODEL
+        + "def batch(size):\n    return torch.randn(size, 4, device='meta'), torch.randn(size, 4)\n"
+        + LOSS,
+        ":5: batch(): inputs is on the device meta",
+        "CPU",
+    ),
     "batch raises": (
         HEAD + MODEL + "def batch(size):\n    return torch.randn(size, 4).view(3, 7), None\n" + LOSS,
         ":6: batch() raised RuntimeError",
