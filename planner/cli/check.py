@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
-from planner.cli.console import print_json, remark, say, say_if_estimated
+from planner.cli.console import err, out, print_json, remark, say, say_if_estimated
 from planner.errors import InputError, NothingFitsError, PipeplanError
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def check(
             print_json(report)
     if not json:
         _tell(plan, said, found, write=write, explain=explain)
-        say_if_estimated(said.profile.provenance, said.profile.device)
+    say_if_estimated(said.profile.provenance, said.profile.device, to=err if json else out)
 
 
 def _found(path: Path) -> tuple[Plan, PlanCheck]:

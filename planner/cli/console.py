@@ -46,10 +46,10 @@ def remark(text: str) -> None:
     say(f"remark: {text}", to=err, indent=8)
 
 
-def say_if_estimated(provenance: str, device: str) -> None:
+def say_if_estimated(provenance: str, device: str, *, to: Console = out) -> None:
     """Every answer that rests on estimates says so."""
     if provenance == "estimated":
-        say(f"all of this is ESTIMATED for {device}: nothing was measured there")
+        say(f"all of this is ESTIMATED for {device}: nothing was measured there", to=to)
 
 
 def print_json(document: Any) -> None:

@@ -6,12 +6,13 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from planner.cli.console import err, out, print_json
+from planner.cli.console import err, out, print_json, say
 from planner.errors import InputError
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def profile(
             print_json(document(path, earlier))
         else:
             done = "estimated" if estimate else "measured"
-            _say(f"{path} is of this model, {done} for this already; --fresh does it again")
+            say(f"{path} is of this model, {done} for this already; --fresh does it again")
         return
     with _progress() as progress:
         measured = _measured(model_file, asked, path, progress)
@@ -99,7 +100,7 @@ def profile(
     if as_json:
         print_json(document(path, measured.profile, measured, change))
     else:
-        report(out, measured, change, earlier)
+        report(out, partial(say, indent=2), measured, change, earlier)
     err.print(f"wrote {path}; next: pipeplan solve {path} --gpus 2", markup=False, soft_wrap=True)
 
 
@@ -110,10 +111,6 @@ def _measured(model_file: ModelFile, asked: Asked, path: Path, progress: Callabl
     if asked.estimate is not None:
         return estimate_profile(model_file, asked, folder=path.parent, progress=progress)
     return measure_profile(model_file, asked, folder=path.parent, measure_links=measure_links, progress=progress)
-
-
-def _say(line: str) -> None:
-    out.print(line, markup=False, soft_wrap=True)
 
 
 def _sizes(text: str, option: str) -> tuple[int, ...]:

@@ -101,7 +101,7 @@ def run(
         print_json({"predicted": None} | plain(outcome.result))
     else:
         _show(outcome)
-        say_if_estimated(said.profile.provenance, said.profile.device)
+    say_if_estimated(said.profile.provenance, said.profile.device, to=err if as_json else out)
     verified = outcome.result.verify
     if verified is not None and not verified.equal:
         raise RunError(

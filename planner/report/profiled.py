@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,18 +35,22 @@ def document(
     return found | {"profile": plain(profile)}
 
 
-def report(out: Console, measured: Measured, change: Difference | None, earlier: Profile | None) -> None:
-    """A line on the model, a row for each micro-batch size, and remarks."""
+def report(
+    out: Console,
+    say: Callable[[str], None],
+    measured: Measured,
+    change: Difference | None,
+    earlier: Profile | None,
+) -> None:
+    """A line on the model, a row for each micro-batch size, and remarks; ``say`` prints a sentence."""
     from rich.table import Table
 
     profile = measured.profile
     layers = profile.layers
     where = "ESTIMATED for" if profile.provenance == "estimated" else "on"
-    out.print(
+    say(
         f"{profile.model.name}: {len(layers)} layers, {format_bytes(_parameter_bytes(profile))} of parameters "
-        f"({profile.dtype}), {where} {profile.device.name} ({format_bytes(profile.device.memory_bytes)})",
-        markup=False,
-        soft_wrap=True,
+        f"({profile.dtype}), {where} {profile.device.name} ({format_bytes(profile.device.memory_bytes)})"
     )
     table = Table(box=None, pad_edge=False, collapse_padding=True)
     tensor = any(cost.tensor > 1 for cost in layers[0].costs)
@@ -80,13 +84,9 @@ def report(out: Console, measured: Measured, change: Difference | None, earlier:
         )
     out.print(table)
     if accuracy:
-        out.print(
-            "error: of runs of layers, as foretold from the layers' figures, against timed",
-            markup=False,
-            soft_wrap=True,
-        )
+        say("error: of runs of layers, as foretold from the layers' figures, against timed")
     for line in _remarks(measured, change, earlier):
-        out.print(line, markup=False, soft_wrap=True)
+        say(line)
 
 
 _TIMES = ("forward_s", "backward_input_s", "backward_weight_s")
