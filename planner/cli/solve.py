@@ -49,6 +49,9 @@ def solve(
     data: str | None = typer.Option(None, help="Numbers of replicas to choose from, e.g. 1,2,4 (default: all)."),
     tensor: str | None = typer.Option(None, help="Tensor ranks a stage to choose from (default: all profiled)."),
     microbatch: str | None = typer.Option(None, help="Micro-batch sizes to choose from, e.g. 1,2."),
+    zero1: bool = typer.Option(
+        False, "--zero1", help="Spread the optimizer's state over the replicas (with --data D)."
+    ),
     recompute: Recompute = typer.Option(Recompute.AUTO, help="Which stages recompute: as it helps, none, all."),
     as_json: bool = typer.Option(False, "--json", help="Print the plan, alternatives and baselines as JSON."),
 ) -> None:
@@ -86,6 +89,7 @@ def solve(
         tensor=_sizes("--tensor", tensor),
         microbatch=_sizes("--microbatch", microbatch),
         recompute=recompute.value,
+        zero1=zero1,
         effort=effort,
         max_seconds=max_seconds,
     )

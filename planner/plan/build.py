@@ -27,7 +27,9 @@ def plan_of(found: Found, *, profile_path: Path, plan_path: Path) -> Plan:
         digest=digest,
         search=Search(
             gpus=asked.gpus,
-            asked=asked_of(global_batch=asked.global_batch, cluster=asked.cluster, profile_sha256=digest),
+            asked=asked_of(
+                global_batch=asked.global_batch, cluster=asked.cluster, profile_sha256=digest, zero1=asked.zero1
+            ),
             configurations=found.configurations,
             solved=found.solved,
             pruned=found.pruned,
@@ -94,6 +96,7 @@ def candidate_plan(
             virtual=configuration.virtual,
             data=configuration.data,
             tensor=configuration.tensor,
+            zero1=True if found.asked.zero1 else None,
         ),
         schedule=PlannedSchedule(name=candidate.schedule, placement=configuration.placement, warmup=candidate.warmup),
         stages=candidate.stages,

@@ -118,7 +118,12 @@ def bound_that_holds(plan: Plan, cluster: Cluster) -> float | None:
     """The plan's bound, if its global batch, cluster and profile are still those that it was proven for."""
     if plan.search is None or plan.predicted is None:
         return None
-    asked = asked_of(global_batch=plan.batch.global_batch, cluster=cluster, profile_sha256=plan.profile.sha256)
+    asked = asked_of(
+        global_batch=plan.batch.global_batch,
+        cluster=cluster,
+        profile_sha256=plan.profile.sha256,
+        zero1=bool(plan.parallel.zero1),
+    )
     return plan.predicted.bound_s if plan.search.asked == asked else None
 
 

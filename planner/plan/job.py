@@ -25,6 +25,7 @@ def job_of(plan: Plan, profile: Profile) -> Job:
     for place, fault in _transfer_faults(plan):
         raise InputError(f"{place}: {fault}", hint="pipeplan check --write derives sends and returns anew")
     sizes = plan.parallel
+    optimizer = profile.optimizer.sharded(sizes.data) if sizes.zero1 else profile.optimizer
     return Job(
         stages=plan.stages,
         num_ranks=sizes.pipeline,
@@ -33,9 +34,10 @@ def job_of(plan: Plan, profile: Profile) -> Job:
         tensor=sizes.tensor,
         cluster=resolve(plan.cluster, profile),
         gradient_bytes_per_trainable_byte=profile.gradient_bytes_per_trainable_byte,
-        state_bytes_per_trainable_byte=profile.optimizer.state_bytes_per_trainable_byte,
-        step_s_per_trainable_byte=profile.optimizer.step_s_per_trainable_byte,
+        state_bytes_per_trainable_byte=optimizer.state_bytes_per_trainable_byte,
+        step_s_per_trainable_byte=optimizer.step_s_per_trainable_byte,
         ties=ties(LayerGraph.of(profile), [stage.layers for stage in plan.stages], tensor=sizes.tensor),
+        zero1=bool(sizes.zero1),
     )
 
 
@@ -72,10 +74,12 @@ def predicted_of(timeline: Timeline, *, global_batch: int, bound_s: float | None
     )
 
 
-def asked_of(*, global_batch: int, cluster: Cluster, profile_sha256: str) -> str:
+def asked_of(*, global_batch: int, cluster: Cluster, profile_sha256: str, zero1: bool = False) -> str:
     """The hash of what a bound is proven for (``search.asked``); ``cluster`` is resolved."""
     as_read = plain(as_record(Cluster, plain(cluster), path="cluster"))  # 0 and 0.0 are one number
     asked = {"global_batch": global_batch, "cluster": as_read, "profile": profile_sha256}
+    if zero1:
+        asked["zero1"] = True
     return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
 
 

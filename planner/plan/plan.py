@@ -46,13 +46,17 @@ class Batch:
 
 @record
 class Parallel:
-    """gpus = pipeline · data · tensor; ``virtual`` stages per pipeline rank."""
+    """gpus = pipeline · data · tensor; ``virtual`` stages per pipeline rank.
+
+    ``zero1``: each replica holds and steps 1/D of the optimizer's state (ZeRO-1); left out where it does not.
+    """
 
     gpus: Count
     pipeline: Count
     virtual: Count
     data: Count
     tensor: Count
+    zero1: bool | None = None
 
 
 @record

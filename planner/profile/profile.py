@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated, Final, Literal
 
 from annotated_types import Ge, Le, MinLen
@@ -38,6 +39,14 @@ class OptimizerCost:
     name: str
     state_bytes_per_trainable_byte: Fraction
     step_s_per_trainable_byte: Fraction
+
+    def sharded(self, replicas: float) -> OptimizerCost:
+        """Of one of several replicas that each hold and step an equal share."""
+        return dataclasses.replace(
+            self,
+            state_bytes_per_trainable_byte=self.state_bytes_per_trainable_byte / replicas,
+            step_s_per_trainable_byte=self.step_s_per_trainable_byte / replicas,
+        )
 
 
 @record

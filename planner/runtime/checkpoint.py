@@ -99,8 +99,17 @@ class Content:
     scaler: dict[str, Any] | None = None
 
 
-def content_of(trained: TrainedPart, *, rank_writes: Collection[str], replica: int, replicas: int) -> Content:
+def content_of(
+    trained: TrainedPart,
+    *,
+    rank_writes: Collection[str],
+    replica: int,
+    replicas: int,
+    state: tuple[Mapping[str, Any], Mapping[str, Tensor]] | None = None,
+) -> Content:
     """What a process writes of its part of the model.
+
+    ``state``: what the optimizer keeps, where it is not this process's alone.
 
     ``rank_writes``: the parameters, with their optimizer state, and buffers that its pipeline rank writes. Replicas,
     which hold the same, take turns; but a buffer that training changes is another one in each, and written by each.
@@ -114,7 +123,7 @@ def content_of(trained: TrainedPart, *, rank_writes: Collection[str], replica: i
     if trained.scaling is not None:
         content.scaler = trained.scaling.kept()
     if trained.optimizer is not None:
-        entries, tensors = trained.optimizer.kept()
+        entries, tensors = trained.optimizer.kept() if state is None else state
         content.optimizer = {name: entry for name, entry in entries.items() if name in mine}
         names = {name for entry in content.optimizer.values() for name in tensors_in(entry)}
         content.tensors |= {name: tensor for name, tensor in tensors.items() if name in names}
@@ -275,7 +284,8 @@ def _load(path: Path, saved: Saved, part: Part, replica: int, parts: TensorParts
     for name, buffer in part.buffers.items():
         own = _of_replica(replica, name)
         targets[own if replica and own in found else name] = buffer
-    entries = {name: entry for name, entry in saved.optimizer.items() if name in part.parameters}
+    stepped = () if part.optimizer is None else part.optimizer.parameters
+    entries = {name: entry for name, entry in saved.optimizer.items() if name in stepped}
     kept = [name for entry in entries.values() for name in tensors_in(entry)]
     targets |= {name: _empty(found[name]) for name in kept}
     with _plainly():

@@ -29,6 +29,7 @@ class Clipping:
         counted: those of them that this rank counts.
         group: of the pipeline's ranks, where there are several.
         parts: which parameters the tensor ranks hold in parts, where there are several.
+        shared: of replicas that each have but their share of the gradients, and the parameters that are in pieces.
     """
 
     def __init__(
@@ -40,12 +41,16 @@ class Clipping:
         group: Group | None,
         device: torch.device,
         parts: TensorParts | None = None,
+        shared: tuple[Group, Collection[str]] | None = None,
     ) -> None:
         self._max_norm = max_norm
         self._places = {name: place for place, name in enumerate(names)}
         self._counted = frozenset(counted)
         self._group = group
         self._parts = parts
+        self._shared = None if shared is None else shared[0]
+        pieces = () if shared is None else shared[1]
+        self._in_pieces = [self._places[name] for name in sorted(pieces) if name in self._counted]
         self._device = device
         self._there: Tensor | None = None
 
@@ -67,15 +72,21 @@ class Clipping:
         if norms:
             row[places] = torch.stack(norms).to(row.dtype)
         if self._parts is not None:
-            split = [self._places[name] for name in gradients if name in self._parts.splits]
+            split = [self._places[name] for name in sorted(self._parts.splits) if name in self._counted]
             squares = row[split].square()
             self._parts.group.sum(squares)
             row[split] = squares.sqrt()
+        if self._shared is not None:
+            row[self._in_pieces] = row[self._in_pieces].square()
+            self._shared.sum(row)
+            row[self._in_pieces] = row[self._in_pieces].sqrt()
         if (
             self._there is None
         ):  # the same in every step, as the graph is; asked once, since the device must be waited for
             there = torch.zeros_like(row)
             there[places] = 1.0
+            if self._shared is not None:
+                self._shared.sum(there)
             self._sum(there)
             self._there = there.nonzero().flatten()
         self._sum(row)

@@ -55,7 +55,7 @@ class RankFigures:
         begun = seconds(self._origin, first)  # events give four bytes' precision: best over short times
         self._starts.append([begun + seconds(first, span.start) for span in record.spans])
         self._stops.append([begun + seconds(first, span.end) for span in record.spans])
-        self._updates.append(seconds(record.updating, record.end))
+        self._updates.append(seconds(record.updating, record.updated))
         busy = 0.0
         rows: dict[str, list[float]] = {}
         for action, span in zip(self._trainer.order, record.spans, strict=True):

@@ -114,7 +114,7 @@ def _address_of(interface: str) -> str:
 
 
 class Group:
-    """What several processes do together, beside the pipeline's own links; all but ``start_sum`` wait for the end."""
+    """What several processes do together, beside the pipeline's own links; all but ``start_...`` wait for the end."""
 
     def __init__(self, group: Any, *, whom: str = "other replicas") -> None:
         """``whom``: the others, where contact with them is lost."""
@@ -144,6 +144,11 @@ class Group:
         """Begin to put the sum over all processes into a tensor: what ``finish_sum`` waits for."""
         with _contact(self._whom):
             return self._group.allreduce([tensor])
+
+    def start_scatter(self, own: torch.Tensor, whole: torch.Tensor) -> Any:
+        """Begin to put into ``own`` this process's part of a sum over all, for ``finish_sum``; parts are alike."""
+        with _contact(self._whom):
+            return self._group._reduce_scatter_base(own, whole)
 
     def finish_sum(self, work: Any) -> None:
         """Wait for a sum (on CUDA: let the current stream wait)."""

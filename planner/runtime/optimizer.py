@@ -8,7 +8,7 @@ itself lowers, say). All other settings stay those of the model file, which may 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,9 +23,17 @@ PREFIX = "optimizer"
 class NamedOptimizer:
     """An optimizer whose parameters have names."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        cut: Callable[[str, Any], Any] | None = None,
+    ) -> None:
+        """``cut``: this process's part of what is kept of a whole parameter, where it steps pieces."""
         self.optimizer = optimizer
         self.parameters = parameters
+        self._cut = cut
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._given = [_settings(group) for group in optimizer.param_groups]
 
@@ -60,16 +68,20 @@ class NamedOptimizer:
         for group in self.optimizer.param_groups:
             names = [self._names[id(parameter)] for parameter in group["params"] if id(parameter) in self._names]
             for parameter in group["params"]:
-                entry = entries.get(self._names.get(id(parameter), ""))
+                name = self._names.get(id(parameter), "")
+                entry = entries.get(name)
                 if entry is None:
                     continue
                 if entry["state"]:
                     self.optimizer.state[parameter] = {
-                        key: _placed(key, _unpacked(value, tensors), parameter, group)
+                        key: _placed(key, self._own(name, _unpacked(value, tensors)), parameter, group)
                         for key, value in entry["state"].items()
                     }
             told: Mapping[str, Any] = next((entries[name]["settings"] for name in names if name in entries), {})
             group.update({key: _unpacked(value, tensors) for key, value in told.items()})
+
+    def _own(self, name: str, value: Any) -> Any:
+        return value if self._cut is None else self._cut(name, value)
 
 
 def tensors_in(entry: Any) -> list[str]:

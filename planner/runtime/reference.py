@@ -103,7 +103,7 @@ def _eager_losses(
     eager = EagerReference(captured)
     parameters = dict(eager.module.named_parameters())
     optimizer = NamedOptimizer(model_file.optimizer(parameters.values()), parameters)
-    scaling = LossScaling(group=None, device=captured.device) if model_file.autocast is torch.float16 else None
+    scaling = LossScaling(device=captured.device) if model_file.autocast is torch.float16 else None
     buffers = dict(eager.module.named_buffers())
     restore(WholeModel(parameters=parameters, buffers=buffers, optimizer=optimizer, scaling=scaling))
     means = []

@@ -6,7 +6,7 @@ a row it is doubled. The scale is a power of two: it changes no bit of what neit
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,13 +22,13 @@ GROWTH_INTERVAL = 2000
 class LossScaling:
     """The scale of a whole run, the same on every rank.
 
-    ``group``: of the pipeline's ranks, ``tensor_group``: of the tensor ranks; where there are several.
+    ``groups``: of the pipeline's ranks, of the tensor ranks, of replicas that see other gradients; None: there is one.
     """
 
-    def __init__(self, *, group: Group | None, device: torch.device, tensor_group: Group | None = None) -> None:
+    def __init__(self, *, groups: Sequence[Group | None] = (), device: torch.device) -> None:
         self.scale = INITIAL_SCALE
         self._good_steps = 0
-        self._groups = [one for one in (group, tensor_group) if one is not None]
+        self._groups = [one for one in groups if one is not None]
         self._device = device
 
     def unscale(self, parameters: Iterable[nn.Parameter]) -> bool:

@@ -34,6 +34,7 @@ from planner.runtime.optimizer import NamedOptimizer
 from planner.runtime.parts import TensorParts
 from planner.runtime.replicas import Replicas
 from planner.runtime.scaling import LossScaling
+from planner.runtime.sharded import Shards
 from planner.runtime.transport import Transport
 from planner.schedules import Action
 
@@ -85,8 +86,10 @@ class Trainer:
         pipeline: Group | None,
         board: Writer,
         parts: TensorParts | None = None,
+        zero1: bool = False,
     ) -> None:
         """``group``: of this rank's replicas, ``pipeline``: of this replica's ranks; None where there is but one.
+        ``zero1``: the optimizer is sharded over the replicas.
 
         ``parts``: what the ranks hold that share this rank's layers, where there are several.
         """
@@ -107,8 +110,14 @@ class Trainer:
         trained = any(parameter.requires_grad for parameter in self.parameters.values())
         self.changed_buffers = frozenset(name for k in numbers for name in programs[k].changed_buffers)
         self.optimizer: NamedOptimizer | None = None
+        self.shards: Shards | None = None
         if trained:
-            self.optimizer = NamedOptimizer(model_file.optimizer(self.parameters.values()), self.parameters)
+            optimizer = model_file.optimizer(self.parameters.values())
+            if zero1 and group is not None:
+                self.shards = self._sharded(optimizer, group)
+                self.optimizer = NamedOptimizer(optimizer, self.shards.pieces, cut=self.shards.cut)
+            else:
+                self.optimizer = NamedOptimizer(optimizer, self.parameters)
         self._stopwatch: Stopwatch = CudaStopwatch() if device.type == "cuda" else HostStopwatch()
         self._executor = Executor(
             program,
@@ -122,7 +131,8 @@ class Trainer:
         self.scaling: LossScaling | None = None
         if model_file.autocast is torch.float16:
             tensor_group = None if parts is None else parts.group
-            self.scaling = LossScaling(group=pipeline, device=device, tensor_group=tensor_group)
+            shared = group if self.shards is not None else None
+            self.scaling = LossScaling(groups=(pipeline, tensor_group, shared), device=device)
         self._clipping: Clipping | None = None
         if model_file.clip_norm is not None:
             self._clipping = Clipping(
@@ -132,6 +142,7 @@ class Trainer:
                 group=pipeline,
                 device=device,
                 parts=parts,
+                shared=None if self.shards is None or group is None else (group, self.shards.divided),
             )
         self._reads_data = any(programs[k].inputs for k in numbers)
         self._has_loss = any(programs[k].has_loss for k in numbers)
@@ -152,8 +163,9 @@ class Trainer:
         else:
             losses, spans = self._gradients(step, batch)
         self._steps_done += 1
-        updating = self._update()
-        return StepRecord(spans=spans, updating=updating, end=self._stopwatch.mark(), losses=self._loss_values(losses))
+        updating, updated = self._update()
+        end = self._stopwatch.mark()
+        return StepRecord(spans=spans, updating=updating, updated=updated, end=end, losses=self._loss_values(losses))
 
     def _gradients(self, step: int, batch: Batch) -> tuple[list[Tensor], tuple[Span, ...]]:
         """All actions, and every parameter's gradient of the whole batch in its ``.grad``."""
@@ -174,33 +186,58 @@ class Trainer:
                 self._add_to(sums)
         if self._replicas is not None:
             for name in sorted(self._tied & self.parameters.keys()):
-                self._replicas.start([self.parameters[name]])
-            self._replicas.finish()
+                self._start_sum([name])
+            (self._replicas if self.shards is None else self.shards).finish()
         self._executor.next_step()
         return losses, spans
 
-    def _update(self) -> Mark:
+    def _update(self) -> tuple[Mark, Mark]:
         """Step the optimizer, unless a gradient in float16 overflowed somewhere; then let all gradients go.
 
-        Returns when the optimizer's step began.
+        Returns when the optimizer's step began and ended.
         """
-        finite = self.scaling is None or self.scaling.unscale(self.parameters.values())
+        stepped = self.parameters if self.shards is None else self.shards.pieces
+        finite = self.scaling is None or self.scaling.unscale(stepped.values())
         if finite and self._clipping is not None:
-            self._clipping.clip(self.parameters)
+            self._clipping.clip(stepped)
         self._board.at(State.OPTIMIZER)
         began = self._stopwatch.mark()
         if finite and self.optimizer is not None:
             self.optimizer.step()
-        for parameter in self.parameters.values():
+        ended = self._stopwatch.mark()
+        if finite and self.shards is not None:
+            self.shards.gather()
+        for parameter in (*self.parameters.values(), *stepped.values()):
             parameter.grad = None
-        return began
+        return began, ended
+
+    def _sharded(self, optimizer: torch.optim.Optimizer, group: Group) -> Shards:
+        """This replica's share of the optimizer: of each stage's parameters, and of each tied one, a part."""
+        stages = self._stages.values()
+        rows = [[name for name in stage.program.parameters if name not in self._tied] for stage in stages]
+        rows += [[name] for name in sorted(self._tied & self.parameters.keys())]
+        trained = {name: value for name, value in self.parameters.items() if value.requires_grad}
+        (replica,) = self._shape.replicas
+        return Shards(
+            [{name: trained[name] for name in row if name in trained} for row in rows],
+            optimizer,
+            replica=replica,
+            replicas=self._shape.data,
+            group=group,
+        )
 
     def _sum_stage(self, stage: Stage) -> None:
         """Begin to add up a stage's gradients over the replicas: all backwards of the stage have run."""
-        assert self._replicas is not None
         own = [name for name in stage.program.parameters if name not in self._tied]
         stage.finish_gradients(names=own)
-        self._replicas.start(self.parameters[name] for name in own)
+        self._start_sum(own)
+
+    def _start_sum(self, names: Sequence[str]) -> None:
+        assert self._replicas is not None
+        if self.shards is None:
+            self._replicas.start(self.parameters[name] for name in names)
+        else:
+            self.shards.start(names)
 
     def _share(self, step: int, batch: Batch, replica: int) -> tuple[list[Batch], list[RandomKey]]:
         """A replica's micro-batches, and what their random numbers hang on; the whole batch where no stage reads it."""
@@ -238,8 +275,9 @@ class Trainer:
 
     @property
     def trainable_bytes(self) -> int:
-        """Bytes of the parameters that are trained here."""
-        return total_bytes(value for value in self.parameters.values() if value.requires_grad)
+        """Bytes of what is trained here: of a sharded optimizer this replica's share."""
+        stepped = self.parameters if self.shards is None else self.shards.pieces
+        return total_bytes(value for value in stepped.values() if value.requires_grad)
 
     def peak_memory_bytes(self) -> int:
         """The most memory this rank held: as the allocator saw it on CUDA, by counting tensors on the CPU.
@@ -255,12 +293,13 @@ class Trainer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """What one step left behind; ``updating``: when the optimizer's step began.
+    """What one step left behind; ``updating``, ``updated``: when the optimizer's step began and ended.
 
     Its ``losses`` are those of all micro-batches of all replicas."""
 
     spans: tuple[Span, ...]
     updating: Mark
+    updated: Mark
     end: Mark
     losses: tuple[float, ...]
 

@@ -264,6 +264,7 @@ class _Worker:
             pipeline=pipeline,
             board=self.writer,
             parts=self.parts,
+            zero1=bool(plan.parallel.zero1),
         )
 
     def _tensor_parts(
@@ -350,7 +351,15 @@ class _Worker:
         ranks = self._writing_ranks()
         mine = {name for name, rank in ranks.items() if rank == self.rank}
         replicas = self.job.plan.parallel.data
-        content = content_of(trainer, rank_writes=mine, replica=self.replica, replicas=replicas)
+        state = None
+        if trainer.shards is not None and trainer.optimizer is not None:
+            tensor = self.job.plan.parallel.tensor
+            first = self.global_rank - self.replica * tensor
+            processes = [first + replica * tensor for replica in range(replicas)]
+            state = trainer.shards.whole_state(
+                trainer.optimizer, sorted(mine), control=self.control, processes=processes
+            )
+        content = content_of(trainer, rank_writes=mine, replica=self.replica, replicas=replicas, state=state)
         if self.parts is not None:
             held = trainer.parameters
             content.tensors = self.parts.wholes(content.tensors, held, self.control, self.global_rank)

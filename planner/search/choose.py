@@ -15,8 +15,10 @@ faster on any cut. All limits are counts (cuts, nodes, simulated actions), so on
 
 from __future__ import annotations
 
+import dataclasses
 import time
 
+from planner.errors import InputError
 from planner.graph import LayerGraph
 from planner.profile import Profile
 from planner.search.baselines import baselines
@@ -39,10 +41,19 @@ def solve(profile: Profile, asked: Asked, watch: Watch | None = None) -> Found:
 
     Raises NoPlanFitsError where no plan fits the memory, and InputError where nothing can be searched.
     """
+    if asked.zero1:
+        profile = dataclasses.replace(profile, optimizer=profile.optimizer.sharded(_replicas(asked)))
     made = smaller(LayerGraph.of(profile), asked)
     if made is None:
         return _Course(profile, asked, watch).run()
     return on_the_original(_Course(made.graph.profile, asked, watch).run(), made)
+
+
+def _replicas(asked: Asked) -> int:
+    """The number of replicas that share the optimizer."""
+    if asked.data is None or len(asked.data) != 1 or asked.data[0] == 1:
+        raise InputError("--zero1 shards the optimizer over D replicas: D must be known", hint="name it: --data 2, say")
+    return asked.data[0]
 
 
 class _Course(Search):

@@ -18,7 +18,9 @@ def job_of_cut(
     recompute: Sequence[bool] | None = None,
 ) -> Job:
     """A cut of a configuration as the time model takes it."""
-    profile = graph.profile
+    profile, optimizer = graph.profile, graph.profile.optimizer
+    if asked.zero1 and asked.data is not None:  # the profile's is that of a share already; baselines have other shares
+        optimizer = optimizer.sharded(configuration.data / asked.data[0])
     return Job(
         stages=derive_stages(
             graph,
@@ -35,7 +37,8 @@ def job_of_cut(
         tensor=configuration.tensor,
         cluster=asked.cluster,
         gradient_bytes_per_trainable_byte=profile.gradient_bytes_per_trainable_byte,
-        state_bytes_per_trainable_byte=profile.optimizer.state_bytes_per_trainable_byte,
-        step_s_per_trainable_byte=profile.optimizer.step_s_per_trainable_byte,
+        state_bytes_per_trainable_byte=optimizer.state_bytes_per_trainable_byte,
+        step_s_per_trainable_byte=optimizer.step_s_per_trainable_byte,
         ties=ties(graph, cut, tensor=configuration.tensor),
+        zero1=asked.zero1 and configuration.data > 1,
     )

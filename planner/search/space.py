@@ -23,7 +23,8 @@ class Asked:
     """What to search: None in a list of sizes means all that there are (virtual: up to VIRTUAL; tensor: all rows).
 
     ``gpus`` is the most; plans with fewer are searched too. ``schedules`` narrow what is named in the plan, never the
-    bound. ``recompute``: auto (per stage, where it helps), none or all. ``effort``: how many times the usual number of
+    bound. ``recompute``: auto (per stage, where it helps), none or all. ``zero1``: the optimizer is sharded over the
+    replicas, of whose numbers there is then only one. ``effort``: how many times the usual number of
     cuts and orders may be looked at.
     """
 
@@ -37,6 +38,7 @@ class Asked:
     tensor: tuple[int, ...] | None = None
     microbatch: tuple[int, ...] | None = None
     recompute: str = "auto"
+    zero1: bool = False
     effort: int = 1
     max_seconds: float | None = None
 

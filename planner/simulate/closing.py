@@ -1,6 +1,7 @@
 """What ends an iteration: the replicas' all-reduce, the sums of tied parameters, the optimizer's step.
 
 all-reduce of n bytes over D replicas   2(D-1) · latency + 2(D-1)/D · n / bandwidth
+half of that each for a reduce-scatter and an all-gather, which take its place where the optimizer is sharded (ZeRO-1)
 tied parameter of n gradient bytes      latency + n / bandwidth for each hop between ranks, down and back
 """
 
@@ -19,13 +20,14 @@ def closings(job: Job, schedule: Schedule, ends_s: list[list[float]]) -> tuple[C
     """All that each rank does beside and after its actions, in the order in which it is settled."""
     found: list[Closing] = []
     done = [ended[-1] if ended else 0.0 for ended in ends_s]
+    share, kind = (0.5, ClosingKind.REDUCE_SCATTER) if job.zero1 else (1.0, ClosingKind.ALL_REDUCE)
     if job.data > 1:
         for rank, order in enumerate(schedule):
             free = 0.0
             for stage, ready in _last_backwards(order, ends_s[rank]):
-                seconds = all_reduce_s(job, stage)
+                seconds = share * all_reduce_s(job, stage)
                 start, free = max(free, ready), max(free, ready) + seconds
-                found.append(Closing(rank, ClosingKind.ALL_REDUCE, str(stage), start, free))
+                found.append(Closing(rank, kind, str(stage), start, free))
             done[rank] = max(done[rank], free)
     links = Links(job)
     for tie in sorted(job.ties, key=lambda tie: tie.name):
@@ -39,6 +41,10 @@ def closings(job: Job, schedule: Schedule, ends_s: list[list[float]]) -> tuple[C
         seconds = trainable_bytes(job, rank) * job.step_s_per_trainable_byte
         if seconds:
             found.append(Closing(rank, ClosingKind.OPTIMIZER, "", done[rank], done[rank] + seconds))
+        if job.zero1 and job.data > 1:
+            start = done[rank] + seconds
+            gather_s = share * sum(all_reduce_s(job, k) for k, stage in enumerate(job.stages) if stage.rank == rank)
+            found.append(Closing(rank, ClosingKind.ALL_GATHER, "", start, start + gather_s))
     return tuple(found)
 
 

@@ -13,7 +13,9 @@ __all__ = ["Job", "Tie"]
 class Job:
     """One training iteration of a pipeline: P ranks, D replicas, T tensor ranks a stage, M micro-batches a replica.
 
-    ``cluster`` is resolved: memory_bytes, where given, is a number; links that are None are free.
+    ``cluster`` is resolved: memory_bytes, where given, is a number; links that are None are free. ``zero1``: each
+    replica has 1/D of the optimizer's state and steps 1/D of the parameters; ``state_bytes_per_trainable_byte`` and
+    ``step_s_per_trainable_byte`` are those of that share.
     """
 
     stages: tuple[Stage, ...]
@@ -26,3 +28,4 @@ class Job:
     state_bytes_per_trainable_byte: Fraction
     step_s_per_trainable_byte: Fraction
     ties: tuple[Tie, ...] = ()
+    zero1: bool = False

@@ -38,11 +38,16 @@ class Passage(NamedTuple):
 
 
 class ClosingKind(StrEnum):
-    """What follows a rank's backwards: its replicas' sum, the sum of tied parameters, the optimizer's step."""
+    """What follows a rank's backwards: its replicas' sum, the sum of tied parameters, the optimizer's step.
+
+    Where the optimizer is sharded the sum is a reduce-scatter, and the stepped parameters are gathered last.
+    """
 
     ALL_REDUCE = "all-reduce"
     TIED = "tied"
     OPTIMIZER = "optimizer"
+    REDUCE_SCATTER = "reduce-scatter"
+    ALL_GATHER = "all-gather"
 
 
 class Closing(NamedTuple):

@@ -82,6 +82,26 @@ def test_options_narrow_the_search(here: Path) -> None:
     assert wider["predicted"]["iteration_s"] <= document["predicted"]["iteration_s"] * (1 + 1e-9)
 
 
+def test_a_sharded_optimizer_takes_less_memory_and_its_plan_checks(here: Path) -> None:
+    whole, sharded = (
+        json.loads(pipeplan("solve", "--gpus", 4, "--batch", 8, "--data", 2, "--json", *words).out)
+        for words in ((), ("--zero1", "-o", "sharded.yaml"))
+    )
+    assert "zero1" not in whole["parallel"]
+    assert sharded["parallel"]["zero1"]
+    plan = read_plan(here / "sharded.yaml")
+    checked = check_plan(plan, profile_of(plan, here / "sharded.yaml"))
+    assert (checked.errors, checked.overflows, checked.stale) == ((), (), ())
+    edited = dataclasses.replace(plan, parallel=dataclasses.replace(plan.parallel, zero1=None))
+    fresh = check_plan(edited, profile_of(plan, here / "sharded.yaml")).fresh.predicted
+    assert fresh is not None
+    assert fresh.bound_s is None, "it was proven of shards"
+    assert plan.predicted is not None
+    pairs = list(zip(plan.predicted.ranks, fresh.ranks, strict=True))
+    assert all(shard.peak_memory_bytes < all_of_it.peak_memory_bytes for shard, all_of_it in pairs)
+    assert refused(pipeplan("solve", "--gpus", 4, "--batch", 8, "--zero1")).startswith("--zero1 shards the optimizer")
+
+
 def test_one_input_gives_one_plan(here: Path) -> None:
     def stages_of(name: str) -> str:
         pipeplan("solve", "--gpus", 4, "--batch", 8, "-o", name)
@@ -180,5 +200,5 @@ def test_the_plans_that_lost_are_kept_in_the_plan_and_shown_on_its_page(here: Pa
 def test_memory_is_an_amount_or_a_known_device(here: Path) -> None:
     assert pipeplan("solve", "--gpus", 2, "--batch", 8, "--memory", "h100-sxm").code == 0
     assert read_plan(here / "plan.yaml").cluster.memory_bytes == DEVICE_MEMORY_BYTES["h100-sxm"]
-    assert "or one of v100-16gb, " in refused(pipeplan("solve", "--gpus", 2, "--memory", "h1"))
+    assert "or a known device: v100-16gb, " in refused(pipeplan("solve", "--gpus", 2, "--memory", "h1"))
     assert "write e.g. 80GiB" in refused(pipeplan("solve", "--gpus", 2, "--memory", "80 bananas"))

@@ -143,7 +143,7 @@ def test_clipping_is_torchs_to_the_bit(max_norm: float) -> None:
 
 def test_the_scale_is_that_of_torchs_scaler() -> None:
     theirs = torch.amp.GradScaler("cpu", init_scale=INITIAL_SCALE, growth_interval=GROWTH_INTERVAL)  # type: ignore[attr-defined]
-    ours = LossScaling(group=None, device=torch.device("cpu"))
+    ours = LossScaling(device=torch.device("cpu"))
     one, other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([other], lr=0.0)
     theirs.scale(torch.zeros(()))

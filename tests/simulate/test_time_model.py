@@ -82,6 +82,24 @@ def test_replicas_sum_beside_compute_one_stage_at_a_time() -> None:
     assert (timeline.makespan_s, timeline.iteration_s) == (3, 2 + 2 * each)
 
 
+def test_a_sharded_optimizer_sums_in_half_the_time_and_gathers_at_the_end() -> None:
+    job = chain_job(1, 1, virtual=2, link=Link(latency_s=0.25, bandwidth_bytes_per_s=8.0))
+    job = dataclasses.replace(
+        job, data=2, gradient_bytes_per_trainable_byte=1.0, step_s_per_trainable_byte=1 / 16, zero1=True
+    )
+    for stage in range(2):
+        job = change(job, stage, trainable_bytes=16)
+    timeline = simulate(job, table("0F0 1F0 1B0 0B0"))
+    half = 0.25 + 16 / 2 / 8
+    assert [closing[1:] for closing in timeline.closings] == [
+        (ClosingKind.REDUCE_SCATTER, "1", 2, 2 + half),
+        (ClosingKind.REDUCE_SCATTER, "0", 2 + half, 2 + 2 * half),
+        (ClosingKind.OPTIMIZER, "", 2 + 2 * half, 4 + 2 * half),
+        (ClosingKind.ALL_GATHER, "", 4 + 2 * half, 4 + 4 * half),
+    ]
+    assert timeline.iteration_s == 4 + 4 * half
+
+
 def test_tied_parameters_are_summed_by_name_before_the_optimizer_steps() -> None:
     job = chain_job(3, 1, link=SLOW, message_bytes=0)
     for stage in range(3):

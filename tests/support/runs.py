@@ -63,6 +63,7 @@ def plan_of(
     warmup: tuple[int, ...] | None = None,
     data: int = 1,
     tensor: int = 1,
+    zero1: bool = False,
     recompute: bool = False,
     cut: Sequence[Sequence[str]] | None = None,
 ) -> Plan:
@@ -77,7 +78,12 @@ def plan_of(
         cluster=Cluster(),
         batch=Batch(global_batch=microbatch * microbatches * data, microbatch=microbatch, microbatches=microbatches),
         parallel=Parallel(
-            gpus=num_ranks * data * tensor, pipeline=num_ranks, virtual=virtual, data=data, tensor=tensor
+            gpus=num_ranks * data * tensor,
+            pipeline=num_ranks,
+            virtual=virtual,
+            data=data,
+            tensor=tensor,
+            zero1=zero1 or None,
         ),
         schedule=PlannedSchedule(name=schedule, placement=placement, warmup=warmup),
         stages=tuple(
