@@ -8,6 +8,7 @@ simulated   with all that the estimate leaves out (messages, what runs at one in
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -44,6 +45,13 @@ _LEANEST: Final = 12
 """So many of them are simulated."""
 
 
+_FOLLOWING: Final = 8
+"""Micro-batches that are simulated beyond those of two rounds through all stages, where they are many."""
+
+KnownFigures = dict[tuple[int, int], Figures]
+"""By micro-batch size and tensor size."""
+
+
 class _Estimate(NamedTuple):
     need_bytes: float
     place: int
@@ -51,32 +59,64 @@ class _Estimate(NamedTuple):
     cut: list[list[str]]
 
 
-def leanest(graph: LayerGraph, asked: Asked, *, enough_bytes: int = 0) -> Candidate | None:
+def leanest(
+    graph: LayerGraph,
+    asked: Asked,
+    *,
+    enough_bytes: int = 0,
+    known: KnownFigures | None = None,
+    whole: bool = True,
+) -> Candidate | None:
     """The plan with the least peak that is found over all that is asked for; None: no schedule suits its shapes.
 
-    The first one with a peak of ``enough_bytes`` or less will do.
+    The first one with a peak of ``enough_bytes`` or less will do. Where micro-batches are many, one that holds more has
+    but the first few: those that follow hold what they do; so has one that will do, unless it is to be ``whole``.
+    ``known``: figures made before, and kept for later.
     """
     suited = [c for c in configurations(graph, asked) if next(_names(asked, c), None) is not None]
-    estimator = _Estimator(graph, asked)
+    estimator = _Estimator(graph, asked, known)
     estimates = sorted(estimator.estimates(_distinct(asked, suited)), key=lambda one: one[:2])
     best: Candidate | None = None
     spent = 0
     for estimate in estimates[:_MOST_LOOKS]:
         configuration = estimate.configuration
         stages = configuration.pipeline * configuration.virtual
+        few = configuration
+        if enough_bytes and 2 * stages * configuration.num_microbatches > _FEW_ACTIONS and not _at_once(asked):
+            few = dataclasses.replace(few, num_microbatches=min(few.num_microbatches, 2 * stages + _FOLLOWING))
         for cut, again in itertools.product(estimator.cuts(estimate), _recomputing(asked, stages)):
-            job = job_of_cut(graph, asked, configuration, cut, again)
+            job = job_of_cut(graph, asked, few, cut, again)
             if best is not None and spent > _MOST_ACTIONS:
                 return best
             if best is not None and _surely_held(job) >= best.peak_memory_bytes:
                 continue
-            for candidate in _timed(Walk(job), asked, configuration):
-                spent += 2 * stages * configuration.num_microbatches
+            for candidate in _timed(Walk(job), asked, few):
+                spent += 2 * stages * few.num_microbatches
                 if best is None or candidate.peak_memory_bytes < best.peak_memory_bytes:
                     best = candidate
                 if best.peak_memory_bytes <= enough_bytes:
-                    return best
+                    if whole and few != configuration:
+                        best = _with_all(graph, asked, configuration, best)
+                    if best.peak_memory_bytes <= enough_bytes:
+                        return best
     return best
+
+
+def _with_all(graph: LayerGraph, asked: Asked, configuration: Configuration, few: Candidate) -> Candidate:
+    """The same plan with all of its micro-batches."""
+    cut, again = [list(stage.layers) for stage in few.stages], [stage.recompute for stage in few.stages]
+    walk = Walk(job_of_cut(graph, asked, configuration, cut, again))
+    if few.schedule is ScheduleName.SYNTHESISED:
+        schedule = _one_by_one(walk)
+    else:
+        schedule = _built(few.schedule, configuration, few.warmup)
+    timeline = simulate(walk, schedule, levels=False)
+    return dataclasses.replace(few, configuration=configuration, job=walk.job, timeline=timeline)
+
+
+def _at_once(asked: Asked) -> bool:
+    """Whether all micro-batches are in flight at once under every schedule asked for."""
+    return set(asked.schedules) <= set(_ALL_AT_ONCE)
 
 
 def _surely_held(job: Job) -> int:
@@ -89,13 +129,18 @@ def _surely_held(job: Job) -> int:
     return max(most)
 
 
-def least_need(graph: LayerGraph, asked: Asked) -> float:
-    """About what the fullest rank of the leanest plan needs, in bytes, estimated; infinite where there is no shape."""
+def fewest_ranks(graph: LayerGraph, asked: Asked, limit: int, known: KnownFigures | None = None) -> float:
+    """About how many ranks of one stage it takes so that each holds no more than so much; infinite: none are enough."""
     try:
-        shapes = _distinct(asked, configurations(graph, asked))
+        shapes = configurations(graph, asked)
     except InputError:
         return math.inf
-    return min((estimate.need_bytes for estimate in _Estimator(graph, asked).estimates(shapes)), default=math.inf)
+    estimator = _Estimator(graph, asked, known)
+    one_of_each = {(one.microbatch_size, one.tensor): one for one in shapes}
+    return min(
+        (estimator.fewest(one, limit) * one.tensor for one in one_of_each.values()),
+        default=math.inf,
+    )
 
 
 def _names(asked: Asked, configuration: Configuration) -> Iterator[ScheduleName]:
@@ -109,7 +154,7 @@ def _names(asked: Asked, configuration: Configuration) -> Iterator[ScheduleName]
 def _distinct(asked: Asked, every: Sequence[Configuration]) -> list[Configuration]:
     """One number of replicas for each shape of a pipeline: the fewest; the most, where all micro-batches go at once."""
     made: dict[tuple[object, ...], Configuration] = {}
-    at_once = set(asked.schedules) <= set(_ALL_AT_ONCE)
+    at_once = _at_once(asked)
     for one in sorted(every, key=lambda one: -one.data if at_once else one.data):
         made.setdefault((one.pipeline, one.tensor, one.virtual, one.placement, one.microbatch_size), one)
     return sorted(made.values(), key=lambda one: (-one.pipeline, one.virtual, one.microbatch_size, one.placement))
@@ -126,11 +171,13 @@ def _recomputing(asked: Asked, stages: int) -> list[tuple[bool, ...]]:
 class _Estimator:
     """Lean cuts of each configuration."""
 
-    def __init__(self, graph: LayerGraph, asked: Asked) -> None:
+    def __init__(self, graph: LayerGraph, asked: Asked, known: KnownFigures | None) -> None:
         self.graph: Final = graph
         self.asked: Final = asked
-        self.lattice: Final = lattice_of(graph) or along(range(len(graph)))
-        self._figures: dict[tuple[int, int], Figures] = {}
+        self._figures: Final = known if known is not None else {}
+        some = next(iter(self._figures.values()), None)
+        self.lattice: Final = some.lattice if some is not None else lattice_of(graph) or along(range(len(graph)))
+        self._first: Final = np.searchsorted(self.lattice.start, np.arange(len(self.lattice) + 1))
 
     def estimates(self, shapes: Iterable[Configuration]) -> Iterator[_Estimate]:
         """Per shape its leanest cut; shapes come widest first."""
@@ -174,14 +221,7 @@ class _Estimator:
 
     def _narrowest(self, shape: Configuration) -> tuple[float, list[tuple[int, int]]]:
         """The cut into that many stages whose largest is least, and what that needs."""
-        figures, stages = self._of(shape), shape.pipeline * shape.virtual
-        flying = shape.num_microbatches if set(self.asked.schedules) <= set(_ALL_AT_ONCE) else 1
-        kept: Floats = flying * figures.saved_bytes
-        again: Floats = np.maximum(
-            flying * figures.input_bytes, (flying - 1) * figures.input_bytes + figures.saved_bytes
-        )
-        held = {"none": kept, "all": again, "auto": np.minimum(kept, again)}[self.asked.recompute]
-        need: Floats = figures.fixed_bytes + figures.workspace_bytes + held
+        stages, need = shape.pipeline * shape.virtual, self._needs(shape)
         levels = np.unique(need)
         low, high = 0, len(levels) - 1
         while low < high:
@@ -193,11 +233,28 @@ class _Estimator:
             steps = self._with_one_more(need, steps)
         return float(levels[low]), steps
 
+    def fewest(self, shape: Configuration, limit: int) -> float:
+        """The fewest stages that each need no more than so much; infinite where a layer alone needs more."""
+        steps = self._fewest(self._needs(shape), limit)
+        return math.inf if steps is None else len(steps)
+
+    def _needs(self, shape: Configuration) -> Floats:
+        """What each step needs as a rank's only stage, with as few micro-batches in flight as the schedules allow."""
+        figures = self._of(shape)
+        flying = shape.num_microbatches if _at_once(self.asked) else 1
+        kept: Floats = flying * figures.saved_bytes
+        again: Floats = np.maximum(
+            flying * figures.input_bytes, (flying - 1) * figures.input_bytes + figures.saved_bytes
+        )
+        held = {"none": kept, "all": again, "auto": np.minimum(kept, again)}[self.asked.recompute]
+        need: Floats = figures.fixed_bytes + figures.workspace_bytes + held
+        return need
+
     def _fewest(self, need: Floats, limit: float) -> list[tuple[int, int]] | None:
         """The fewest steps from nothing to the whole that are each within a limit."""
         lattice = self.lattice
-        first = np.searchsorted(lattice.start, np.arange(len(lattice) + 1))
-        if len(lattice) == lattice.members.shape[1] + 1:  # a single order: as far as it goes, every time
+        first = self._first
+        if self._is_single:  # as far as it goes, every time
             reached = np.where(need <= limit, lattice.end, 0)
             furthest = np.maximum.reduceat(reached, first[:-2]).tolist()
             steps = [(0, furthest[0])]
@@ -228,16 +285,29 @@ class _Estimator:
         lattice = self.lattice
         wide = [step for step in steps if lattice.size[step[1]] - lattice.size[step[0]] > 1]
         start, end = max(wide, key=lambda step: (self._need(need, step), -step[0]))
+        place = steps.index((start, end))
+        if self._is_single:
+            between = np.arange(start + 1, end)
+            front = need[self._first[start] + between - start - 1]
+            behind = need[self._first[between] + end - between - 1]
+            middle = int(between[np.argmin(np.maximum(front, behind))])
+            return [*steps[:place], (start, middle), (middle, end), *steps[place + 1 :]]
         into = np.flatnonzero(lattice.end == end)
         from_start = set(lattice.end[lattice.start == start].tolist())
         middles = [(step, int(lattice.start[step])) for step in into if int(lattice.start[step]) in from_start]
         _, middle = min(middles, key=lambda entry: max(self._need(need, (start, entry[1])), float(need[entry[0]])))
-        place = steps.index((start, end))
         return [*steps[:place], (start, middle), (middle, end), *steps[place + 1 :]]
+
+    @property
+    def _is_single(self) -> bool:
+        """Whether the lattice has a single order: step (a, b) is the (b - a - 1)th of those from a."""
+        return len(self.lattice) == len(self.graph) + 1
 
     def _need(self, need: Floats, step: tuple[int, int]) -> float:
         lattice = self.lattice
-        low, high = np.searchsorted(lattice.start, [step[0], step[0] + 1])
+        low, high = int(self._first[step[0]]), int(self._first[step[0] + 1])
+        if self._is_single:
+            return float(need[low + step[1] - step[0] - 1])
         return float(need[low + int(np.flatnonzero(lattice.end[low:high] == step[1])[0])])
 
     def _moved(self, shape: Configuration, cut: list[list[int]]) -> tuple[float, list[list[int]]]:
@@ -314,7 +384,18 @@ def _orders(
             even = (depth,) * len(default)
             depths += [even] if even != default else []
     for warmup in depths:
-        yield warmup, build(name, **shape, placement=configuration.placement, warmup=warmup)
+        yield warmup, _built(name, configuration, warmup)
+
+
+def _built(name: ScheduleName, configuration: Configuration, warmup: tuple[int, ...] | None) -> Schedule:
+    return build(
+        name,
+        num_ranks=configuration.pipeline,
+        virtual=configuration.virtual,
+        num_microbatches=configuration.num_microbatches,
+        placement=configuration.placement,
+        warmup=warmup,
+    )
 
 
 def _one_by_one(walk: Walk) -> Schedule:

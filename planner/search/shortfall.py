@@ -8,16 +8,20 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
+from typing import Final
 
 from planner.cluster import memory_limit
 from planner.errors import InputError, NothingFitsError
 from planner.graph import LayerGraph
 from planner.record import record
 from planner.schedules import Placement, shape_fault
-from planner.search.lean import leanest, least_need
+from planner.search.lean import KnownFigures, fewest_ranks, leanest
 from planner.search.result import Candidate
 from planner.search.space import EVERY, Asked
 from planner.units import format_bytes
+
+_FEW_GPUS: Final = 16
+"""So many are tried one after another."""
 
 
 @record
@@ -79,11 +83,12 @@ def _fullest_stage(closest: Candidate, rank: int) -> int:
 def _changes(graph: LayerGraph, asked: Asked, closest: Candidate) -> Iterator[str]:
     """One option each that makes it fit: those that cost nothing first, then more GPUs, then more memory."""
     limit = memory_limit(asked.cluster) or 0
+    known: KnownFigures = {}
     for option, wider in _wider(asked):
-        found = _fitting(graph, wider, limit)
+        found = _fitting(graph, wider, limit, known)
         if found is not None:
             yield f"{option} {_value(option, found)}"
-    more = _more_gpus(graph, asked, limit)
+    more = _more_gpus(graph, asked, limit, known)
     if more is not None:
         yield f"--gpus {more}"
     reserve = asked.cluster.memory_reserve_fraction or 0.0
@@ -120,38 +125,38 @@ def _value(option: str, found: Candidate) -> str:
     return values[option]
 
 
-def _fitting(graph: LayerGraph, asked: Asked, limit: int) -> Candidate | None:
+def _fitting(graph: LayerGraph, asked: Asked, limit: int, known: KnownFigures) -> Candidate | None:
     """The leanest plan of what is asked for, if it fits."""
     try:
-        found = leanest(graph, asked, enough_bytes=limit)
+        found = leanest(graph, asked, enough_bytes=limit, known=known, whole=False)
     except InputError:  # no shape at all
         return None
     return found if found is not None and found.peak_memory_bytes <= limit else None
 
 
-def _more_gpus(graph: LayerGraph, asked: Asked, limit: int) -> int | None:
-    """The fewest GPUs that fit; None: not even one for each layer does, or the sizes asked for leave no room.
+def _more_gpus(graph: LayerGraph, asked: Asked, limit: int, known: KnownFigures) -> int | None:
+    """The fewest GPUs found that fit; None: not even one for each layer does, or the sizes asked for leave no room.
 
-    By the estimate first; from there on up until a plan does fit.
+    Where they are many, from an estimate on; then up until a plan does fit.
     """
-    low, high = asked.gpus, max(asked.gpus, len(graph)) * min(asked.data or (1,)) * min(asked.tensor or (1,))
-    most = high
+    copies = min(asked.data or (1,))
+    most = max(asked.gpus, len(graph)) * copies * min(asked.tensor or (1,))
 
     def asked_with(gpus: int) -> Asked:
         return dataclasses.replace(asked, gpus=gpus)
 
-    if high <= low or least_need(graph, asked_with(high)) > limit:
-        return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if least_need(graph, asked_with(middle)) <= limit else (middle, high)
-    step = 1
-    while high <= most:
-        if _fitting(graph, asked_with(high), limit) is not None:
-            return high
-        if high == most:
+    gpus, step = asked.gpus + 1, 1
+    if most > _FEW_GPUS:
+        ranks = fewest_ranks(graph, asked_with(most), limit, known)
+        if not math.isfinite(ranks) or (asked.pipeline is not None and ranks > max(asked.pipeline)):
             return None
-        high, step = min(high + step, most), 2 * step
+        gpus = max(gpus, int(ranks) * copies)
+    while gpus <= most:
+        if _fitting(graph, asked_with(gpus), limit, known) is not None:
+            return gpus
+        if gpus == most:
+            return None
+        gpus, step = min(gpus + step, most), 2 * step
     return None
 
 
