@@ -107,7 +107,7 @@ def _wider(asked: Asked) -> Iterator[tuple[str, Asked]]:
         yield "--virtual", dataclasses.replace(asked, virtual=None)
     if asked.pipeline is not None:
         yield "--pipeline", dataclasses.replace(asked, pipeline=None)
-    if asked.data is not None:
+    if asked.data is not None and not asked.zero1:
         yield "--data", dataclasses.replace(asked, data=None)
 
 
