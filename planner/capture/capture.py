@@ -112,7 +112,9 @@ class Capture:
                     f"stage {target} holds layer {edge.target!r}, which needs {edge.source!r} of stage {source}",
                     hint="edges go to the same stage or a later one",
                 )
-        return tuple(build_program(self.analysis, stage_of, index, self.device) for index in range(len(cut)))
+        return tuple(
+            build_program(self.analysis, stage_of, index, self.device, self.sharding) for index in range(len(cut))
+        )
 
     def program(self, names: Sequence[str]) -> StageProgram:
         """Some layers alone as one stage (number 1), between all layers before their last (0) and all others (2)."""
@@ -120,7 +122,7 @@ class Capture:
         chosen = {number[name] for name in names}
         last = max(chosen)
         stage_of = {index: 1 if index in chosen else 0 if index < last else 2 for index in range(len(self.layers))}
-        return build_program(self.analysis, stage_of, 1, self.device)
+        return build_program(self.analysis, stage_of, 1, self.device, self.sharding)
 
 
 def capture(

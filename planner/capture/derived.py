@@ -81,6 +81,7 @@ def derived_weights(analysis: Analysis, nodes: list[fx.Node], split: set[fx.Node
             )
             and all(layer_of[op] == layer for op in ops)
             and not any(facts[op].storages & analysis.flow.writers.keys() for op in ops)
+            and not any(getattr(op.target, "exchanges", False) for op in ops)
             and not all(_is_cheap(op) for op in ops)
         )
 

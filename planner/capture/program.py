@@ -19,6 +19,7 @@ from planner.capture.analysis import Analysis, needed
 from planner.capture.derived import derived_weights, split_derived
 from planner.capture.export import Role, autocast_of, opaque_call
 from planner.capture.seeds import salt_of, seed_layer, seed_layer_cuda, seed_opaque, seed_opaque_cuda
+from planner.capture.sharding import Sharding
 from planner.capture.splitting import SplitOp, leaf_numbers, split_ops
 from planner.capture.trace import is_random
 
@@ -78,6 +79,7 @@ class StageProgram:
     device: torch.device
     constants: tuple[Tensor, ...] = field(repr=False)
     source: _Source = field(repr=False)
+    sharding: Sharding | None = field(default=None, repr=False)  # where it is one tensor rank's
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -169,7 +171,9 @@ class _Source:
         return {(roles[node][1], layer): number for number, (node, layer) in enumerate(self.leaves)}
 
 
-def build_program(analysis: Analysis, stage_of: dict[int, int], index: int, device: torch.device) -> StageProgram:
+def build_program(
+    analysis: Analysis, stage_of: dict[int, int], index: int, device: torch.device, sharding: Sharding | None = None
+) -> StageProgram:
     """The program of stage ``index``, where ``stage_of`` gives the stage of every layer."""
     roles, layer_of = analysis.lifted.roles, analysis.layer_of
     layers = [layer for layer in range(len(analysis.segments)) if stage_of[layer] == index]
@@ -213,6 +217,7 @@ def build_program(analysis: Analysis, stage_of: dict[int, int], index: int, devi
         device=device,
         constants=tuple(analysis.lifted.constants[roles[node][1]] for node in source.constants),
         source=source,
+        sharding=sharding,
     )
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from torch import fx, nn
 
 from planner.capture.analysis import Analysis, settled_as
-from planner.capture.capture import Capture, layers_of
+from planner.capture.capture import Capture, CapturedEdge, CapturedTensor, layers_of
 from planner.capture.seeds import RandomStream
 from planner.capture.shard_ops import Collectives
 from planner.capture.shard_plan import ShardPlan, plan_shards
@@ -22,28 +24,56 @@ from planner.capture.sharding import Exchanged, LayerSharding, Sharding
 from planner.errors import InputError
 
 
-def shard(captured: Capture, *, tensor: int, rank: int = 0) -> Capture:
+def shard(captured: Capture, *, tensor: int, rank: int = 0, sequence: bool = False) -> Capture:
     """The capture of one of T = ``tensor`` ranks; its sums over the ranks do nothing until a group is connected.
 
+    ``sequence``: what is whole between the split ops is held in parts over the tokens, where the graph lets it.
     Raises InputError where nothing in the model can be split.
     """
-    plan = plan_shards(captured.analysis, size=tensor, rank=rank)
+    samples = captured.microbatch_size if sequence else None
+    plan = plan_shards(captured.analysis, size=tensor, rank=rank, samples=samples)
     if not plan.parameters:
         reason = next(iter(plan.whole.values()), "it has no linear layers")
         raise InputError(
             f"{captured.model_file.path}: no layer can be split over {tensor} tensor ranks ({reason})",
             hint="plan with --tensor 1",
         )
-    collectives = Collectives(tensor, rank)
+    collectives, roles = Collectives(tensor, rank), captured.analysis.lifted.roles
     rewriter = Rewriter(captured.analysis, plan, collectives)
-    sharding = Sharding(size=tensor, rank=rank, parameters=plan.parameters, layers=(), collectives=collectives)
+    sharding = Sharding(
+        size=tensor,
+        rank=rank,
+        parameters=plan.parameters,
+        late=tuple(sorted(roles[node][1] for node in plan.late if node in roles)),
+        layers=(),
+        collectives=collectives,
+    )
     module = _part_of(captured.module, sharding)
     with RandomStream(captured.seed):
         analysis = settled_as(
             captured.analysis, rewriter.lifted, rewriter.layer_of, module, captured.batch, captured.fakes
         )
     sharding = replace(sharding, layers=_told(captured.analysis, plan, analysis, collectives))
-    return replace(captured, module=module, analysis=analysis, layers=layers_of(analysis, module), sharding=sharding)
+    sizes = {captured.analysis.names[node]: rewriter.made(node) for node in captured.analysis.crossing}
+    return replace(
+        captured,
+        module=module,
+        analysis=analysis,
+        layers=layers_of(analysis, module),
+        edges=_local_edges(captured, {name: _bytes_of(analysis, node) for name, node in sizes.items()}),
+        sharding=sharding,
+    )
+
+
+def _local_edges(captured: Capture, sizes: Mapping[str, int]) -> tuple[CapturedEdge, ...]:
+    """The edges with what of each tensor one rank has."""
+
+    def local(tensor: CapturedTensor) -> CapturedTensor:
+        if tensor.bytes_per_sample:
+            return replace(tensor, bytes_per_sample=sizes[tensor.name] // captured.microbatch_size)
+        return replace(tensor, fixed_bytes=sizes[tensor.name])
+
+    return tuple(replace(edge, tensors=tuple(map(local, edge.tensors))) for edge in captured.edges)
 
 
 def _part_of(module: nn.Module, sharding: Sharding) -> nn.Module:
@@ -63,10 +93,15 @@ def _part_of(module: nn.Module, sharding: Sharding) -> nn.Module:
 def _told(whole: Analysis, plan: ShardPlan, local: Analysis, collectives: Collectives) -> tuple[LayerSharding, ...]:
     split: dict[int, list[tuple[str, str]]] = defaultdict(list)
     left: dict[int, list[tuple[str, str]]] = defaultdict(list)
+    tokens: dict[int, str] = {}
     for node, step in plan.steps.items():
         layer = whole.layer_of.get(node)
         if layer is None:
             continue
+        if node in plan.tokens.begun:
+            tokens.setdefault(layer, "split")
+        elif plan.tokens.left.get(node):
+            tokens[layer] = plan.tokens.left[node]
         if step.weights:
             how = "vocabulary" if step.function == "embedding" else "row" if step.partial else "column"
             split[layer].append((_module(whole, node), how))
@@ -78,6 +113,7 @@ def _told(whole: Analysis, plan: ShardPlan, local: Analysis, collectives: Collec
             name=part.name,
             split=tuple(dict.fromkeys(split[index])),
             whole=tuple(dict.fromkeys(left[index])),
+            tokens=tokens.get(index),
             forward=forward[index],
             backward_input=backward[index],
         )
@@ -90,22 +126,34 @@ def _module(analysis: Analysis, node: fx.Node) -> str:
     return scopes[-1].module if scopes else node.name
 
 
+def _bytes_of(analysis: Analysis, node: Any) -> int:
+    tensor = analysis.trace.facts[node].tensor
+    assert tensor is not None
+    return tensor.nbytes
+
+
 def _exchanged(local: Analysis, collectives: Collectives) -> tuple[list[Exchanged], list[Exchanged]]:
     """Of every layer, in F and in I."""
-    counts: dict[str, Counter[int]] = {name: Counter() for name in ("F", "F bytes", "I", "I bytes")}
+    halves: dict[str, Counter[int]] = {name: Counter() for name in ("F", "F bytes", "I", "I bytes")}
 
-    def add(action: str, layer: int, num_bytes: int) -> None:
-        counts[action][layer] += 1
-        counts[f"{action} bytes"][layer] += num_bytes
+    def add(action: str, layer: int, num_bytes: int, *, half: bool = False) -> None:
+        halves[action][layer] += 1 if half else 2
+        halves[f"{action} bytes"][layer] += num_bytes if half else 2 * num_bytes
 
     for node, layer in local.layer_of.items():
-        tensor = local.trace.facts[node].tensor
-        if node.target == collectives.enter and node in local.flow.flows:
-            assert tensor is not None
-            add("I", layer, tensor.nbytes)
+        flows = node in local.flow.flows
+        if node.target == collectives.enter and flows:
+            add("I", layer, _bytes_of(local, node))
         elif node.target == collectives.leave:
-            assert tensor is not None
-            add("F", layer, tensor.nbytes)
+            add("F", layer, _bytes_of(local, node))
+        elif node.target in (collectives.gather, collectives.gather_entering):
+            add("F", layer, _bytes_of(local, node), half=True)
+            if node.target == collectives.gather_entering and flows:
+                add("I", layer, _bytes_of(local, node), half=True)
+        elif node.target == collectives.leave_in_parts:
+            add("F", layer, _bytes_of(local, node.args[0]), half=True)
+            if flows:
+                add("I", layer, _bytes_of(local, node.args[0]), half=True)
         elif node.target == collectives.cross_entropy:
             logits = local.trace.facts[node.args[0]].tensor  # type: ignore[index]
             assert logits is not None
@@ -113,7 +161,7 @@ def _exchanged(local: Analysis, collectives: Collectives) -> tuple[list[Exchange
             add("F", layer, rows)
             add("F", layer, rows * (3 if node.args[6] else 2))
     layers = range(len(local.segments))
-    return (
-        [Exchanged(count=counts["F"][layer], bytes=counts["F bytes"][layer]) for layer in layers],
-        [Exchanged(count=counts["I"][layer], bytes=counts["I bytes"][layer]) for layer in layers],
+    return tuple(  # type: ignore[return-value]
+        [Exchanged(count=halves[action][n] / 2, bytes=halves[f"{action} bytes"][n] // 2) for n in layers]
+        for action in ("F", "I")
     )

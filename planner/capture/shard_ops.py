@@ -28,6 +28,15 @@ class TensorGroup(Protocol):
     def max(self, tensor: Tensor) -> None:
         """Put the largest over the ranks into a contiguous tensor."""
 
+    def gather(self, tensor: Tensor, size: int) -> list[Tensor]:
+        """The contiguous tensors of all ``size`` ranks, in their order."""
+
+    def start_scatter(self, own: Tensor, whole: Tensor) -> Any:
+        """Begin to put into ``own`` this rank's of the equal parts of ``whole`` summed over the ranks, both flat."""
+
+    def finish_sum(self, work: Any) -> None:
+        """Wait for what was begun."""
+
 
 class Collectives:
     """The functions that a rank's graph calls. Without a ``group`` nothing is exchanged: for tracing and timing."""
@@ -44,6 +53,32 @@ class Collectives:
     def leave(self, x: Tensor) -> Tensor:
         """The sum of the ranks' parts."""
         return _Leave.apply(x, self)  # type: ignore[no-any-return,no-untyped-call]
+
+    def leave_in_parts(self, x: Tensor, dim: int, sections: list[int]) -> Tensor:
+        """This rank's part of the sum of the ranks' parts."""
+        return _LeaveInParts.apply(x, Split(dim, tuple(sections)), self)  # type: ignore[no-any-return,no-untyped-call]
+
+    def gather(self, x: Tensor, dim: int, sections: list[int]) -> Tensor:
+        """The whole of what each rank has a part of, as ops read it that every rank does alike."""
+        return _Gather.apply(x, Split(dim, tuple(sections)), self)  # type: ignore[no-any-return,no-untyped-call]
+
+    def gather_entering(self, x: Tensor, dim: int, sections: list[int]) -> Tensor:
+        """The whole of what each rank has a part of, as the ops of one layer read it that do a part each."""
+        return _GatherEntering.apply(x, Split(dim, tuple(sections)), self)  # type: ignore[no-any-return,no-untyped-call]
+
+    def gathered(self, part: Tensor, split: Split) -> Tensor:
+        """The whole of what each rank has a part of."""
+        part = part.contiguous()
+        parts = [part] * self.size if self.group is None else self.group.gather(part, self.size)
+        return split.whole(parts)
+
+    def scattered(self, tensor: Tensor, split: Split) -> Tensor:
+        """This rank's part of the sum over the ranks."""
+        parts = torch.stack([split.part(tensor, self.size, rank) for rank in range(self.size)])
+        own = torch.empty_like(parts[0]) if self.group is not None else parts[self.rank].clone()
+        if self.group is not None:
+            self.group.finish_sum(self.group.start_scatter(own.view(-1), parts.view(-1)))
+        return own
 
     def summed(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks, laid out as the tensor is (dense)."""
@@ -147,6 +182,11 @@ class Collectives:
 
 Collectives.dropout.draws = True  # type: ignore[attr-defined]
 Collectives.attention.draws = True  # type: ignore[attr-defined]
+Collectives.enter.exchanges = True  # type: ignore[attr-defined]
+Collectives.leave.exchanges = True  # type: ignore[attr-defined]
+Collectives.leave_in_parts.exchanges = True  # type: ignore[attr-defined]
+Collectives.gather.exchanges = True  # type: ignore[attr-defined]
+Collectives.gather_entering.exchanges = True  # type: ignore[attr-defined]
 
 _NONE, _SUM = 0, 2  # torch's reductions; 1 is the mean
 
@@ -172,6 +212,39 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> Any:
         return gradient, None
+
+
+class _LeaveInParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, split: Split, collectives: Collectives) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.split, ctx.collectives = split, collectives
+        return collectives.scattered(x, split)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        return None if gradient is None else ctx.collectives.gathered(gradient, ctx.split), None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, split: Split, collectives: Collectives) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.split, ctx.collectives = split, collectives
+        return collectives.gathered(x, split)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        if gradient is None:
+            return None, None, None
+        part = ctx.split.part(gradient, ctx.collectives.size, ctx.collectives.rank)
+        return part.clone(memory_format=torch.contiguous_format), None, None
+
+
+class _GatherEntering(_Gather):
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        return None if gradient is None else ctx.collectives.scattered(gradient, ctx.split), None, None
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -18,6 +18,7 @@ from planner.capture.dataflow import Kind
 from planner.capture.export import Role, op_of
 from planner.capture.shard_rules import Context, RefusalError, ResectionError, Step, apply_rule, split_operands
 from planner.capture.shard_split import Shard, Split, State
+from planner.capture.shard_tokens import TokenPlan, late_sums, plan_tokens
 
 SMALL_SHARE, TINY_SHARE = 1 / 200, 1 / 1000
 """Of all parameters: an embedding below it (of what does not depend on the input, of what does) is not worth a sum."""
@@ -25,21 +26,31 @@ SMALL_SHARE, TINY_SHARE = 1 / 200, 1 / 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardPlan:
-    """Every live node's state and what it becomes; ``whole``: what could have begun a split, and why it does not."""
+    """Every live node's state and what it becomes; ``whole``: what could have begun a split, and why it does not.
+
+    ``tokens``: what of the rest is held in parts over the tokens. ``late``: whole tensors whose gradients are each a
+    rank's part of a sum, down to parameters, where they are added up.
+    """
 
     states: dict[fx.Node, State]
     steps: dict[fx.Node, Step]
     parameters: dict[str, Split]
     whole: dict[fx.Node, str]
+    tokens: TokenPlan
+    late: frozenset[fx.Node]
 
 
-def plan_shards(analysis: Analysis, *, size: int, rank: int) -> ShardPlan:
-    """Find the split for T = ``size``; the same on every rank, but for the extents of uneven parts."""
-    return _Planner(analysis, size, rank).plan()
+def plan_shards(analysis: Analysis, *, size: int, rank: int, samples: int | None = None) -> ShardPlan:
+    """Find the split for T = ``size``; the same on every rank, but for the extents of uneven parts.
+
+    ``samples``: of a micro-batch, where what is whole is held in parts over the tokens too.
+    """
+    return _Planner(analysis, size, rank, samples).plan()
 
 
 class _Planner:
-    def __init__(self, analysis: Analysis, size: int, rank: int) -> None:
+    def __init__(self, analysis: Analysis, size: int, rank: int, samples: int | None) -> None:
+        self._samples = samples
         roles = analysis.lifted.roles
         self._roles = roles
         self._analysis = analysis
@@ -75,14 +86,22 @@ class _Planner:
         while True:
             steps, refusals = self._propagated()
             if not refusals:
-                return ShardPlan(
-                    states=dict(self._context.states),
-                    steps=steps,
-                    parameters=self._splits(steps),
-                    whole=dict(self._context.whole),
-                )
+                return self._planned(dict(self._context.states), steps)
             for refusal in refusals:
                 self._settle(refusal)
+
+    def _planned(self, states: dict[fx.Node, State], steps: dict[fx.Node, Step]) -> ShardPlan:
+        tokens = TokenPlan()
+        if self._samples is not None:
+            tokens = plan_tokens(self._analysis, self._context, states, steps, self._samples)
+        return ShardPlan(
+            states=states,
+            steps=steps,
+            parameters=self._splits(steps),
+            whole=dict(self._context.whole),
+            tokens=tokens,
+            late=late_sums(self._analysis, states, steps, tokens),
+        )
 
     def _propagated(self) -> tuple[dict[fx.Node, Step], list[RefusalError | ResectionError]]:
         """One way through the graph; a node that refuses counts as whole for the rest of it."""

@@ -29,6 +29,7 @@ class Rewriter:
         self._collectives = collectives
         self._made: dict[fx.Node, fx.Node] = {}
         self._entered: dict[tuple[fx.Node, int], fx.Node] = {}
+        self._gathered: dict[tuple[fx.Node, int | None, bool], fx.Node] = {}
         self._parts: dict[tuple[Any, ...], fx.Node] = {}
         self._user: fx.Node | None = None
         old = analysis.lifted
@@ -43,6 +44,10 @@ class Rewriter:
         self.layer_of: dict[fx.Node, int] = {}
         self._write()
 
+    def made(self, node: fx.Node) -> fx.Node:
+        """What a node of the whole graph has become."""
+        return self._made[node]
+
     def _write(self) -> None:
         old, new = self._analysis.lifted, self.lifted
         live = set(self._analysis.flow.live)
@@ -51,7 +56,8 @@ class Rewriter:
                 self._made[node] = new.graph.placeholder(node.name)
                 new.roles[self._made[node]] = old.roles[node]
             elif node.op == "output":
-                new.graph.output(self._made[node.args[0]])
+                self._user = node.args[0]
+                new.graph.output(self._whole(node.args[0]))
             elif node in live or node.op == "get_attr":
                 self._user = node
                 step = self._plan.steps[node] if node in live else Step(state=None)
@@ -73,8 +79,9 @@ class Rewriter:
         return self._note(self.lifted.graph.call_function(function, arguments))
 
     def _op(self, node: fx.Node, step: Step) -> fx.Node:
+        step = self._plan.tokens.steps.get(node, step)
         if not self._is_split(node, step):
-            return self._note(self.lifted.graph.node_copy(node, self._made.__getitem__))
+            return self._note(self.lifted.graph.node_copy(node, self._whole))
         if step.function == "embedding":
             made = self._embedding(*step.arguments)
         elif step.function is not None:
@@ -83,7 +90,7 @@ class Rewriter:
         else:
             made = self._note(self._changed(node, step))
         if step.partial:
-            made = self._call(self._collectives.leave, made)
+            made = self._left(node, made)
         if step.factor != 1:
             made = self._call(aten.mul.Tensor, made, step.factor)
         if step.bias is not None:
@@ -96,13 +103,14 @@ class Rewriter:
         made, given = facts[node].tensor, facts[bias].tensor
         assert made is not None
         assert given is not None
-        if made.dtype == given.dtype:
-            return self._made[bias]
-        return self._call(aten.to.dtype, self._made[bias], made.dtype)
+        read = self._entering(bias) if node in self._plan.tokens.begun else self._made[bias]
+        return read if made.dtype == given.dtype else self._call(aten.to.dtype, read, made.dtype)
 
     def _is_split(self, node: fx.Node, step: Step) -> bool:
         if is_getitem(node):
             return False
+        if node in self._plan.tokens.steps:
+            return True
         operands = (self._plan.states[used] for used in node.all_input_nodes)
         return step.state is not None or bool(step.weights) or any(state is not None for state in operands)
 
@@ -128,10 +136,40 @@ class Rewriter:
 
         return fx.node.map_aggregate(arguments, take)
 
+    def _left(self, node: fx.Node, part: fx.Node) -> fx.Node:
+        """The sum of the ranks' parts: whole, or this rank's tokens of it."""
+        if node not in self._plan.tokens.begun:
+            return self._call(self._collectives.leave, part)
+        shard = self._plan.tokens.shard(node)
+        assert shard is not None
+        return self._call(self._collectives.leave_in_parts, part, shard.dim, list(shard.sections))
+
+    def _whole(self, node: fx.Node, *, entering: bool = False) -> fx.Node:
+        """A tensor as ops read it that see all of it: gathered where each rank has its tokens, once a layer.
+
+        ``entering``: they do a part each, so that the gradients that they give are to be summed over the ranks.
+        """
+        shard = self._plan.tokens.shard(node)
+        if shard is None:
+            return self._made[node]
+        assert self._user is not None
+        entering = entering and self._analysis.trace.facts[node].requires_grad
+        key = node, self._analysis.layer_of.get(self._user), entering
+        if key not in self._gathered:
+            function = self._collectives.gather_entering if entering else self._collectives.gather
+            self._gathered[key] = self._call(function, self._made[node], shard.dim, list(shard.sections))
+        return self._gathered[key]
+
     def _entering(self, node: fx.Node) -> fx.Node:
-        """A whole tensor as this layer's split ops read it: its gradient is summed over the ranks, once a layer."""
+        """A tensor as this layer's split ops read it: the gradient of a whole one is summed over the ranks.
+
+        That is once a layer, or once a step for what is made of parameters alone, where no other ops read it.
+        """
+        if self._plan.tokens.shard(node) is not None:
+            is_part = self._user in self._plan.tokens.steps
+            return self._made[node] if is_part else self._whole(node, entering=True)
         facts = self._analysis.trace.facts[node]
-        if self._plan.states[node] is not None or not facts.requires_grad:
+        if self._plan.states[node] is not None or not facts.requires_grad or node in self._plan.late:
             return self._made[node]
         assert self._user is not None
         key = node, self._analysis.layer_of[self._user]

@@ -185,6 +185,10 @@ class Stage:
         for name, parameter in self._parameters.items():
             if names is None or name in names:
                 parameter.grad = totals[name] if name in totals else self.tied_gradient(name, None)
+        if self.program.sharding is not None:
+            self.program.sharding.sum_late(
+                {name: value for name, value in self._parameters.items() if names is None or name in names}
+            )
         for leaf, tensor in zip(self.program.leaves, self._leaves, strict=True):
             if names is None or leaf.parameter in names:
                 tensor.grad = None

@@ -35,6 +35,17 @@ class Gloo:
         options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
         self._group.allreduce([tensor], options).wait()
 
+    def gather(self, tensor: Tensor, size: int) -> list[Tensor]:
+        found = [torch.empty_like(tensor) for _ in range(size)]
+        self._group.allgather([found], [tensor]).wait()
+        return found
+
+    def start_scatter(self, own: Tensor, whole: Tensor) -> Any:
+        return self._group._reduce_scatter_base(own, whole)
+
+    def finish_sum(self, work: Any) -> None:
+        work.wait()
+
 
 @dataclass
 class Step:
@@ -80,11 +91,13 @@ def _rank(folder: Path, size: int, rank: int, work: Callable[[Gloo, int], Any], 
     pipe.send(told)
 
 
-def trained(captured: Capture, batch: Batch, count: int, *, tensor: int, steps: Sequence[Step]) -> list[list[Trained]]:
+def trained(
+    captured: Capture, batch: Batch, count: int, *, tensor: int, steps: Sequence[Step], sequence: bool = False
+) -> list[list[Trained]]:
     """For each way to train a step, what every rank is left with, its parameters' gradients in parts."""
 
     def work(group: Gloo, rank: int) -> list[Any]:
-        own = shard(captured, tensor=tensor, rank=rank)
+        own = shard(captured, tensor=tensor, rank=rank, sequence=sequence)
         assert own.sharding is not None
         own.sharding.connect(group)
         made = []

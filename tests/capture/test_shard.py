@@ -36,9 +36,9 @@ def whole_step(captured: Capture) -> Trained:
     return Pipeline(captured, even_cut(captured, 1)).step(batch, MICROBATCHES, actions=gpipe(1, MICROBATCHES))
 
 
-def sharded_steps(captured: Capture, tensor: int, *steps: Step) -> list[Trained]:
+def sharded_steps(captured: Capture, tensor: int, *steps: Step, sequence: bool = False) -> list[Trained]:
     batch = next(captured.model_file.data(MICROBATCHES * captured.microbatch_size))
-    runs = trained(captured, batch, MICROBATCHES, tensor=tensor, steps=steps)
+    runs = trained(captured, batch, MICROBATCHES, tensor=tensor, steps=steps, sequence=sequence)
     return [gathered(captured, run) for run in runs]
 
 
@@ -386,3 +386,82 @@ def test_a_real_model_on_several_ranks_is_that_of_one(name: str, size: int, tmp_
     assert [differences(one, other) for other in others] == [[]] * 2
     if size == 2:
         assert share_of(captured, 2) < MOST[name]
+
+
+# --- sequence parallel ------------------------------------------------------------------------------------------------
+
+BETWEEN = {"gpt2": 0.62, "llama": 0.66, "bert": 0.62, "t5": 0.7, "mixtral": 1.0, "whisper": 0.8}
+"""Of the bytes between layers at T = 1, what one of two ranks may hold where it holds half of the tokens."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs[name]) for name in BETWEEN])
+def test_a_real_model_with_its_tokens_in_parts_is_that_of_one(name: str, size: int, tmp_path: Path) -> None:
+    captured = captured_of(tmp_path / f"{name}.py", REAL_MODELS[name])
+    one, *others = sharded_steps(captured, size, Step(), Step(4), Step(8, split=True, recompute=True), sequence=True)
+    difference, where = largest_difference(whole_step(captured), one)
+    assert difference < 1e-5, where
+    assert [differences(one, other) for other in others] == [[]] * 2
+    own = shard(captured, tensor=size, sequence=True)
+    assert _bytes_between(own) < BETWEEN[name] * _bytes_between(captured)
+    assert own.sharding is not None
+    assert "split" in {layer.tokens for layer in own.sharding.layers}
+
+
+def _bytes_between(captured: Capture) -> int:
+    return sum(tensor.bytes_per_sample for edge in captured.edges for tensor in edge.tensors)
+
+
+def test_tokens_in_parts_give_what_one_process_gives(tmp_path: Path) -> None:
+    """Positions, dropout, norms and a head beside blocks; equal over cuts, and a rank sends half."""
+    text = (EXAMPLES / "gpt.py").read_text().replace("BLOCKS = 12", "BLOCKS = 2")
+    captured = captured_of(tmp_path / "gpt.py", text)
+    one, *others = sharded_steps(captured, 2, Step(), Step(4, split=True, recompute=True), sequence=True)
+    difference, name = largest_difference(whole_step(captured), one)
+    assert difference < 1e-5, name
+    assert [differences(one, other) for other in others] == [[]]
+    own = shard(captured, tensor=2, sequence=True)
+    assert _bytes_between(own) == _bytes_between(captured) / 2
+
+
+# outputs of the one linear layer, inputs of the other, what else the model holds, what lies after the two, as for RULES
+TOKENS = {
+    "norm": ("self.norm = nn.LayerNorm(12)", "return self.norm(x + y)", "split"),
+    "dropout": ("", "return F.dropout(x + y, 0.4) * 2", "split"),
+    "weights made of weights": ("self.w = nn.Parameter(torch.randn(12))", "return (x + y) * (1 + self.w)", "split"),
+    "a weight read whole too": (
+        *("self.w = nn.Parameter(torch.randn(12))", "return (x * self.w).cumsum(1) + (y + x) * self.w", "split"),
+    ),
+    "whole beside": ("self.two = nn.Linear(12, 12)", "return torch.tanh(self.two(x).cumsum(1)) * (y + x)", "split"),
+    "mean over tokens": ("", "return (x + y) * torch.sigmoid((x + y).mean(1, keepdim=True))", "split"),
+    "over tokens": ("", "return (x + y).softmax(1)", "nothing works on its tokens before they are gathered again"),
+    "in place": ("", "y += x; return y * 2", "it is changed in place"),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in ("norm", "a weight read whole too") else pytest.mark.slow) for n in TOKENS],
+)
+def test_what_lies_between_split_ops_works_on_tokens(name: str, tmp_path: Path) -> None:
+    """In float64: a rank does its tokens, and what needs all of them gathers them."""
+    parts, body, told = TOKENS[name]
+    text = MODEL.format(
+        width=8, into=8, parts="self.last = nn.Linear(12, 12)\n        " + parts, body="y = torch.tanh(y)"
+    )
+    end = (
+        f"y = self.outer(y); z = self._after(x, y); return self.last(z)\n\n    def _after(self, x, y):\n        {body}"
+    )
+    text = text.replace("return self.outer(y)", end)
+    torch.set_default_dtype(torch.float64)
+    try:
+        captured = captured_of(tmp_path / "tokens.py", text)
+        (step,) = sharded_steps(captured, 2, Step(split=True), sequence=True)
+        difference, where = largest_difference(whole_step(captured), step)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert difference < 1e-12, where
+    own = shard(captured, tensor=2, sequence=True).sharding
+    assert own is not None
+    assert told in {layer.tokens for layer in own.layers}
