@@ -181,11 +181,12 @@ class _CutBound:
         last = "B" if self.fused else "W"
         for rank in range(self.job.num_ranks):
             own = [stage.stage for stage in self.stages if stage.rank == rank]
-            if not own or self.job.data == 1:
+            reduced = [k for k in own if self.stages[k].trainable_bytes]
+            if not reduced or self.job.data == 1:
                 continue
             mine = [node for k in own for node in self._actions(k)]
             first = math.inf
-            for k in own:
+            for k in reduced:
                 leading = [node for node in mine if self._leads(node, (last, k))]
                 works = count * sum(self.seconds[node] for node in leading)
                 first = min(first, min(self.head[node] for node in leading) + works)

@@ -20,6 +20,7 @@ from planner.search.chunks import stages_bound
 from planner.search.figures import Figures, LayerFigures
 from planner.search.ilp import Solved
 from planner.search.lattice import Lattice, lattice_of
+from planner.search.listed import Listed, listed
 from planner.search.proof import prove
 from planner.search.space import Asked, Configuration
 from planner.search.suffix import Shape, SuffixBound
@@ -30,6 +31,8 @@ MOST_RELAXED: Final = 2_000
 """Variables of an LP over layers; a configuration with more keeps its cheap bound."""
 ROOMS: Final = ((0, 0), (2, None), (0, 1), (1, None))
 """Where memory is limited, cuts are looked for that leave orders room: ``spare`` and ``deep`` of their recursion."""
+MOST_LISTS: Final = 16
+"""Configurations whose cuts are listed for their bound once the effort is spent."""
 KEPT: Final = 6
 """Tables of the recursion that are kept at once: they are large."""
 MOST_CHOICES: Final = 20_000
@@ -50,6 +53,7 @@ class Bounds:
         self._figures: dict[tuple[int, int], Figures] = {}
         self._known: dict[tuple[Configuration, bool], float] = {}
         self._suffixes: dict[tuple[Configuration, bool], SuffixBound] = {}
+        self._listed: dict[Configuration, Listed | None] = {}
 
     def layers(self, configuration: Configuration) -> LayerFigures:
         """The layers at a configuration's micro-batch size and tensor size."""
@@ -127,6 +131,19 @@ class Bounds:
         self._known[configuration, fused] = max(self.known(configuration, fused=fused), exact)
         return self._known[configuration, fused]
 
+    def listed(self, configuration: Configuration) -> Listed | None:
+        """Every cut of a configuration with its bound; None where they are too many, or where the recursion does."""
+        if configuration not in self._listed:
+            made = listed(self.layers(configuration), configuration) if configuration.virtual > 1 else None
+            self.spent += len(made.marks) * configuration.pipeline * configuration.virtual // 10 if made else 0
+            self._listed[configuration] = made
+        return self._listed[configuration]
+
+    def _least_listed(self, configuration: Configuration) -> float:
+        """The least bound of a single cut, where all are listed."""
+        every = self.listed(configuration)
+        return float(every.bounds_s.min()) if every is not None else 0.0
+
     def solved(
         self,
         configuration: Configuration,
@@ -175,7 +192,7 @@ class Bounds:
 
     def _confirmed(self, configuration: Configuration, bound: float, best_s: float) -> float:
         """The bound, raised by the ILP's where there is no recursion; with one the ILP can only confirm it."""
-        solved = self.proven(configuration, fused=False, best_s=best_s)
+        solved = max(self.proven(configuration, fused=False, best_s=best_s), self._least_listed(configuration))
         return bound if self.suffix(configuration, fused=False) is not None else max(bound, solved)
 
     def least(
@@ -187,12 +204,19 @@ class Bounds:
         """
         heap = [(self.known(c, fused=False), 0, index) for index, c in enumerate(configurations)]
         heapq.heapify(heap)
+        lists = MOST_LISTS
         while heap:
             bound, level, index = heapq.heappop(heap)
-            if level == 2 or ended() or bound >= best_s:
-                return bound
             configuration = configurations[index]
-            if level == 0:
+            if level == 2 or bound >= best_s:
+                return bound
+            if ended():
+                lists -= 1
+                better = max(bound, self._least_listed(configuration)) if lists >= 0 else bound
+                if better <= bound:
+                    return bound
+                level = 1
+            elif level == 0:
                 better = self.refine(configuration, fused=False, best_s=best_s)
             else:
                 better = self._confirmed(configuration, bound, best_s)

@@ -4,6 +4,8 @@ loads      a rank's M · load, then its optimizer step; over all ranks, the mean
 spread     one stage a rank on a chain, links free: with loads l_0..l_{P-1} and R_r = max(M · l_r, l_r + R_{r+1}) the
            least R_0 over all ways to part the whole load has every l_r = R_{r+1} / (M - 1), so that
            T >= α · tot / (1 - (1 - α/M)^P),  α = 1 fused; split: the least F / (F + I + W) of a layer
+reduces    a rank's all-reduces follow one another, none before all that leads to some trained layer's W: on a chain,
+           for every micro-batch where there is one rank, F's through that layer, I's from it on, its W
 memory     a layer's activations of a micro-batch are held from its stage's F until that stage's I has ended, while all
            layers after it run their F and I: what all ranks hold over time, sum of saved · (F + I from here on) · M, is
            at most T · (P · limit - what is always there). Layers that recompute hold nothing here, but add their F to
@@ -23,6 +25,7 @@ import numpy as np
 
 from planner.cluster import Cluster, ClusterLinks, memory_limit, ring_link
 from planner.search.figures import LayerFigures, tied
+from planner.search.lattice import Floats
 from planner.search.space import Configuration
 
 
@@ -53,11 +56,22 @@ class Totals:
         profile = graph.profile
         self.step_s: Final = max(self.trainable_bytes, 0) * profile.optimizer.step_s_per_trainable_byte
         self.gradient_bytes: Final = max(self.trainable_bytes, 0) * profile.gradient_bytes_per_trainable_byte
+        trained = np.array([cost.trainable_bytes > 0 for cost in layers.costs])
+        leading = np.cumsum(layers.forward_s) + self._returned_s() + layers.weight_s
+        self.leading_s: Final = float(leading[trained].min()) if self.chain and trained.any() else 0.0
         self._paces: dict[int, float] = {}
         self._reduces: dict[int, float] = {}
         self._least_workspace: Final = min(cost.workspace_bytes for cost in layers.costs)
         self._pareto()
         self._forwards()
+
+    def _returned_s(self) -> Floats:
+        """Seconds of I from each layer of a chain on, as far as gradients come back from there (else its own)."""
+        layers = self.layers
+        if not self.chain:
+            return layers.input_s
+        whole = np.flip(np.logical_and.accumulate(np.flip(np.append(layers.comes_back[1:-1], True))))
+        return np.where(whole, np.cumsum(layers.input_s[::-1])[::-1], layers.input_s)
 
     def _pareto(self) -> None:
         """Seconds that layers which recompute add to a micro-batch, and byte-seconds that the others then hold."""
@@ -139,13 +153,11 @@ class Totals:
     def _all_reduce_s(self, data: int) -> float:
         links = self.cluster.links or ClusterLinks()
         tensor, per_node = self.layers.tensor, self.cluster.gpus_per_node
-        if data == 1 or links.intra_node is None or links.inter_node is None:
-            return 0.0
-        rate = max(links.intra_node.bandwidth_bytes_per_s, links.inter_node.bandwidth_bytes_per_s)
-        if per_node is None or data * tensor > per_node:  # every ring is alike: within the node, or over nodes
-            ring = ring_link(0, data=data, tensor=tensor, cluster=self.cluster)
-            rate = ring.bandwidth_bytes_per_s if ring is not None else rate
-        return 2 * (data - 1) / data * self.gradient_bytes / rate
+        used = [links.intra_node] if per_node is None else [links.intra_node, links.inter_node]
+        if per_node is not None and data * tensor > per_node:  # every ring is alike: over nodes
+            used = [ring_link(0, data=data, tensor=tensor, cluster=self.cluster)]
+        rates = [math.inf if link is None else link.bandwidth_bytes_per_s for link in used]
+        return 2 * (data - 1) / data * self.gradient_bytes / max(rates)
 
 
 def cheap_bound(totals: Totals, configuration: Configuration, *, fused: bool) -> float:
@@ -158,7 +170,9 @@ def cheap_bound(totals: Totals, configuration: Configuration, *, fused: bool) ->
     bound = max(count * pace_s + after_s, count * totals.most_s)
     if configuration.data > 1:
         reduce_s = totals.all_reduce_s(configuration.data) / ranks
-        bound = max(bound, count * pace_s + after_s + reduce_s) if configuration.virtual == 1 else max(bound, reduce_s)
+        bound = max(bound, count * pace_s + after_s + reduce_s) if configuration.virtual == 1 else bound
+        leading_s = totals.leading_s * (count if ranks == 1 else 1)
+        bound = max(bound, leading_s + reduce_s + after_s)
     if configuration.virtual == 1 and totals.chain and totals.returns:
         share = 1.0 if fused else totals.share
         part = share / count

@@ -35,7 +35,8 @@ class Settle:
         """Go through what lies below the best, if that can be finished; else through what is near."""
         state = self.search.state
         state.left = max(state.left, self.search.bounds.spent) + self.search.effort
-        order = sorted(range(len(state.open_items)), key=lambda place: (state.open_items[place][0], place))
+        near = state.open_items  # one rank first: it is soon gone through
+        order = sorted(range(len(near)), key=lambda at: (near[at][1].configuration.pipeline > 1, near[at][0], at))
         for place in order:
             bound, item = state.open_items[place]
             if state.beats(bound):
@@ -62,6 +63,8 @@ class Settle:
             most, lattice = self.search.asked.effort * MOST_CUTS, self.search.bounds.lattice
             every = lattice.every_cut(stages, most) if lattice else None
             if every is None:
+                every = self._listed(item, most)
+            if every is None:
                 return False
         if configuration not in self.search.state.solved:
             bound = self.search.bounds.refine(configuration, fused=item.fused, best_s=self.search.state.best_s)
@@ -74,6 +77,14 @@ class Settle:
         if suffix is None:
             return self._settle_by_ilp(item)
         return self._settle_in_order(item, suffix)
+
+    def _listed(self, item: Item, most: int) -> list[tuple[int, ...]] | None:
+        """The cuts of a short chain that may be faster than the best; None where they are too many, or unknown."""
+        made = self.search.bounds.listed(item.configuration)
+        if made is None:
+            return None
+        near = made.below(self.search.state.best_s * (1 - EQUAL))
+        return near if len(near) <= most else None
 
     def _settle_in_order(self, item: Item, suffix: SuffixBound) -> bool:
         """Time all cuts with a bound below the best.

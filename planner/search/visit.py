@@ -57,7 +57,8 @@ class Visit:
             state.left = max(
                 int(share * self.search.effort), self.search.bounds.spent + int(share * self.search.effort) // 10
             )
-            self._visit_some(items, places)
+            for alone in (True, False):  # one rank first: it is soon looked at, and often near the best
+                self._visit_some(items, [at for at in places if (items[at].configuration.pipeline == 1) == alone])
 
     def _visit_some(self, items: list[Item], places: list[int]) -> None:
         state = self.search.state
