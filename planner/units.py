@@ -56,3 +56,8 @@ def _three_digits(value: float) -> str:
     if value == int(value) and value < 1000:
         return str(int(value))
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def format_rate(per_second: float) -> str:
+    """E.g. ``1,860`` or ``0.453``: so many a second, written out; three significant digits below a thousand."""
+    return f"{per_second:,.0f}" if per_second >= 999.5 else f"{per_second:.3g}"

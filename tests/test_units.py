@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.errors import InputError
-from planner.units import format_bytes, format_seconds, parse_bytes
+from planner.units import format_bytes, format_rate, format_seconds, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -46,3 +46,11 @@ def test_what_is_shown_is_near_what_is(count: int) -> None:
 )
 def test_seconds_are_shown(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("per_second", "text"),
+    [(0.4534, "0.453"), (18.6, "18.6"), (999.6, "1,000"), (1864.2, "1,864"), (1.86e6, "1,860,000")],
+)
+def test_rates_are_written_out(per_second: float, text: str) -> None:
+    assert format_rate(per_second) == text

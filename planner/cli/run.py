@@ -159,7 +159,7 @@ class _Progress:
         elif (step + 1) * _LINES // self._steps > step * _LINES // self._steps:
             err.print(f"step {step + 1}/{self._steps}  loss {loss:.4f}", soft_wrap=True)
         if self._log is not None:
-            row = {"step": step, "loss": loss, "seconds": seconds, "samples_per_s": self._samples / seconds}
+            row = {"step": step + 1, "loss": loss, "seconds": seconds, "samples_per_s": self._samples / seconds}
             self._log.write(json.dumps(row) + "\n")
 
     def interrupted(self, kept: Path | None) -> None:
@@ -180,12 +180,12 @@ class _Progress:
 
 
 def _lines_before(step: int, log: Path) -> list[str]:
-    """The lines of a log, whole ones, of the steps before ``step``."""
+    """The lines of a log, whole ones, of the first ``step`` steps, which count from 1 as on the terminal."""
     lines = []
     if step and log.exists():
         for line in log.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
             with suppress(ValueError, KeyError, TypeError):
-                if json.loads(line)["step"] < step:
+                if json.loads(line)["step"] <= step:
                     lines.append(line)
     return lines
 
@@ -198,7 +198,7 @@ def _show(outcome: Outcome) -> None:
     from planner.units import format_bytes, format_seconds
 
     result, predicted = outcome.result, outcome.result.predicted
-    table = Table(title="predicted and measured", title_justify="left")
+    table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("", "predicted", "measured", "off"):
         table.add_column(name, justify="left" if not name else "right")
 
@@ -223,7 +223,10 @@ def _show(outcome: Outcome) -> None:
     out.print(table)
     losses = [loss for loss in result.losses if loss is not None]
     if losses:
-        out.print(f"loss {losses[0]:.4f} at first, {losses[-1]:.4f} at last; weights {result.weights_sha256[:12]}")
+        out.print(
+            f"loss {losses[0]:.4f} at first, {losses[-1]:.4f} at last; weights {result.weights_sha256[:12]}",
+            soft_wrap=True,
+        )
     if result.verify is not None:
         verified = result.verify
         same = verified.loss_difference == verified.largest_weight_difference == 0

@@ -71,14 +71,14 @@ class Where:
 
 
 def place(where: Where, slot: Slot) -> str:
-    """What a process was at: ``rank 1, stage 1, micro-batch 3, action 1F3, step 0``."""
+    """What a process was at: ``rank 1, stage 1, micro-batch 3, action 1F3, step 1``; the first step is 1."""
     rank, order = where.words, where.order
     if slot.state in (State.WAITING, State.RUNNING) and 0 <= slot.position < len(order):
         action = order[slot.position]
-        words = f"{rank}, stage {action.stage}, micro-batch {action.microbatch}, action {action}, step {slot.step}"
+        words = f"{rank}, stage {action.stage}, micro-batch {action.microbatch}, action {action}, step {slot.step + 1}"
         return words + (", waiting for its messages" if slot.state is State.WAITING else "")
     phase = _PHASES.get(slot.state, "")
-    step = "" if slot.state in (State.STARTING, State.ENDING) else f", step {slot.step}"
+    step = "" if slot.state in (State.STARTING, State.ENDING) else f", step {slot.step + 1}"
     return f"{rank}{step}, {phase}"
 
 

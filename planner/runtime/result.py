@@ -157,20 +157,25 @@ def _advice(plan: Plan, result: RunResult, measured: Measured | None, *, crowded
         result.ranks, key=lambda rank: rank.peak_memory_bytes / max(1, predicted.ranks[rank.rank].peak_memory_bytes)
     )
     extra = memory.peak_memory_bytes / max(1, predicted.ranks[memory.rank].peak_memory_bytes) - 1
-    if abs(over) <= NEAR:
-        if extra > NEAR:
-            return f"time as predicted; rank {memory.rank} held {100 * extra:.0f} % more memory: leave a larger reserve"
-        return "as predicted, nothing to do"
-    if crowded:
-        return "processes outnumber cores here, so times mean little: run on as many cores or GPUs as ranks"
     busy = [
         (own.busy_s / foretold.busy_s - 1, own.rank)
         for own, foretold in zip(result.ranks, predicted.ranks, strict=True)
         if foretold.busy_s
     ]
     most, rank = max(busy, key=lambda entry: abs(entry[0]), default=(0.0, 0))
+    word = "longer" if most > 0 else "shorter"
+    if abs(over) <= NEAR:
+        if extra > NEAR:
+            return f"time as predicted; rank {memory.rank} held {100 * extra:.0f} % more memory: leave a larger reserve"
+        if abs(most) > NEAR and not crowded:
+            return (
+                f"the iteration is as predicted, though rank {rank} computes {100 * abs(most):.0f} % {word}: a cut for "
+                "what is measured may be faster (keep it with --save-profile, and solve again)"
+            )
+        return "as predicted, nothing to do"
+    if crowded:
+        return "processes outnumber cores here, so times mean little: run on as many cores or GPUs as ranks"
     if abs(most) > NEAR:
-        word = "longer" if most > 0 else "shorter"
         return (
             f"rank {rank} computes {100 * abs(most):.0f} % {word} than predicted: profile on this machine as it is now "
             f"(pipeplan profile {plan.model.name}.py --fresh), or keep what a run measures (--save-profile), and solve "

@@ -57,7 +57,7 @@ def test_one_document_on_stdout(plan: Plan, tmp_path: Path) -> None:
     assert set(result["verify"]) == {"equal", "loss_difference", "largest_weight_difference", "eager_difference"}
     assert result["verify"]["equal"] is True
     rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert [row["step"] for row in rows] == [1, 2, 3]
     assert [row["loss"] for row in rows] == result["losses"]
 
 

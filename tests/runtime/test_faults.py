@@ -71,9 +71,9 @@ SAID = {
     "stop": rf"{SILENCE} \(the process is stopped\)",
 }
 PLACES = {
-    "backward": r"rank 1, stage 1, micro-batch \d, action 1B\d, step 2",
-    "sum": r"rank 0 of replica 1, step 9, summing gradients",
-    "checkpoint": r"rank 1, step 9, in a checkpoint",
+    "backward": r"rank 1, stage 1, micro-batch \d, action 1B\d, step 3",
+    "sum": r"rank 0 of replica 1, step 10, summing gradients",
+    "checkpoint": r"rank 1, step 10, in a checkpoint",
 }
 
 
@@ -104,7 +104,7 @@ def test_control_c_ends_the_run(tmp_path: Path, started: list[Command]) -> None:
     assert code == 130, words
     assert "Traceback" not in words
     (done,) = re.findall(r"interrupted after (\d+) of 1000000 steps", words)
-    assert [row["step"] for row in command.rows()] == list(range(int(done))), "the log is written to its end"
+    assert [row["step"] for row in command.rows()] == list(range(1, int(done) + 1)), "the log is written to its end"
     assert command.left_running() == []
 
 

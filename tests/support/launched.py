@@ -69,7 +69,7 @@ class Command:
     def wait_for_step(self, step: int = 0) -> None:
         """Until a step is done."""
         until = time.monotonic() + PATIENCE_S
-        while not any(row["step"] >= step for row in self.rows()):
+        while not any(row["step"] > step for row in self.rows()):
             assert time.monotonic() < until, "it never starts"
             if self.process.poll() is not None:
                 raise AssertionError(f"it has ended: {self.process.communicate()[1]}")
