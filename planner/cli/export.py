@@ -9,7 +9,7 @@ from pathlib import Path
 
 import typer
 
-from planner.cli.console import err
+from planner.cli.console import err, remark, say_if_estimated
 from planner.errors import InputError
 
 
@@ -47,15 +47,21 @@ def export(
     Each file says how it is used. What a system cannot express is refused by name: nothing of a plan is dropped.
     """
     from planner.files import write_atomically
+    from planner.plan import read_plan
 
     writer, use = _writer(target)
     text = writer(plan, output)
+    plan_file = read_plan(plan)
+    say_if_estimated(plan_file.profile.provenance, plan_file.profile.device, to=err)
     if output is None:
         typer.echo(text, nl=False)
         return
     _check_replaceable(output, target)
     write_atomically(output, text)
-    err.print(f"wrote {output}; {use.replace('FILE', str(output))}", markup=False, soft_wrap=True)
+    use = use.replace("GPUS", str(plan_file.parallel.gpus)).replace("FILE", str(output))
+    err.print(f"wrote {output}; {use}", markup=False, soft_wrap=True)
+    if target is Target.TORCH:
+        remark("dropout, where the model has any, is drawn otherwise than by pipeplan run, and losses differ then")
 
 
 def _check_replaceable(output: Path, target: Target) -> None:
@@ -78,7 +84,7 @@ def _writer(target: Target) -> tuple[Writer, str]:
     if target is Target.TORCH:
         from planner.exchange.torch_script import torch_script
 
-        return torch_script, "next: torchrun --nproc-per-node N FILE, as it says"
+        return torch_script, "next: torchrun --nproc-per-node GPUS FILE, as it says"
     if target is Target.TORCHTITAN:
         from planner.exchange.torchtitan import torchtitan_settings
 

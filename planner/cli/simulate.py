@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
-from planner.cli.console import out, print_json, remark, say, say_if_estimated
+from planner.cli.console import err, out, print_json, remark, say, say_if_estimated
 from planner.errors import InputError
 
 if TYPE_CHECKING:
@@ -49,13 +49,20 @@ def simulate(
     profile = profile_of(said, plan)
     try:
         job = job_of(said, profile)
-        runs = [_run(said, job, name) for name in _names(said, schedule)]
+        runs, left_out = _runs(said, job, _names(said, schedule))
     except InputError as error:
         raise InputError(f"{plan}: {error.message}", hint=error.hint) from error
     warn_if_stale(said, profile, plan)
+    for text in left_out:
+        remark(text)
     if json:
+        say_if_estimated(said.profile.provenance, said.profile.device, to=err)
         documents = [_document(run) for run in runs]
-        print_json(documents if len(runs) > 1 else {key: documents[0][key] for key in documents[0] if key != "name"})
+        print_json(
+            documents
+            if len(runs) + len(left_out) > 1
+            else {key: documents[0][key] for key in documents[0] if key != "name"}
+        )
         return
     _tell_shape(said)
     if len(runs) > 1:
@@ -95,11 +102,27 @@ def _names(plan: Plan, asked: str | None) -> list[ScheduleName]:
 
     if asked is None:
         return [plan.schedule.name]
-    words = list(dict.fromkeys(word.strip() for word in asked.split(",")))
-    for word in words:
-        if word not in set(ScheduleName):
-            raise InputError(f"there is no schedule {word!r}", hint=f"there are {', '.join(ScheduleName)}")
+    words = list(dict.fromkeys(word.strip() for word in asked.split(",") if word.strip()))
+    wrong = [word for word in words if word not in set(ScheduleName)]
+    if wrong or not words:
+        what = f"there is no schedule {', '.join(map(repr, wrong))}" if wrong else "--schedule names none"
+        raise InputError(what, hint=f"there are {', '.join(ScheduleName)}")
     return [ScheduleName(word) for word in words]
+
+
+def _runs(plan: Plan, job: Job, names: list[ScheduleName]) -> tuple[list[_Run], list[str]]:
+    """The schedules that suit the plan, and why the others do not. Raises InputError where none does."""
+    runs, left_out = [], []
+    for name in names:
+        try:
+            runs.append(_run(plan, job, name))
+        except InputError as error:
+            if len(names) == 1:
+                raise
+            left_out.append(f"{name} is left out: {error.message}; {error.hint}")
+    if not runs:
+        raise InputError(f"none of these schedules suits the plan: {left_out[0]}", hint="name one that does")
+    return runs, left_out
 
 
 def _run(plan: Plan, job: Job, name: ScheduleName) -> _Run:

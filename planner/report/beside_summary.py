@@ -82,13 +82,14 @@ def _ranks_table(ranks: Sequence[RankBeside]) -> Table:
     """Three pairs of columns; each with how far off, but messages, which are short and vary."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("rank", justify="right", no_wrap=True)
-    for heading in ("busy", "measured", "off", "peak", "measured", "off", "message", "measured"):
+    messages = ("message", "measured") if any(rank.message_s for rank in ranks) else ()
+    for heading in ("busy", "measured", "off", "peak", "measured", "off", *messages):
         table.add_column(heading, justify="right", no_wrap=True)
     for rank in ranks:
         row: list[Any] = [str(rank.rank), *_cells(rank.busy_s, format_seconds)]
         row += _cells(rank.peak_memory_bytes, format_bytes)
         row += ["", ""] if rank.message_s is None else _cells(rank.message_s, format_seconds)[:2]
-        table.add_row(*row)
+        table.add_row(*row[: len(table.columns)])
     return table
 
 

@@ -234,9 +234,19 @@ def height(lines: Sequence[Text], width: int) -> int:
 
 
 def _short_run(text: str, most: int) -> str:
-    """A run's name shortened, but for its count."""
+    """A run's name shortened, but for its count and its numbers, which tell layers apart: ``e.l.3.a.query``.
+
+    The words in front give way to their first letters, from the left; only then the middle is left out.
+    """
     name, space, count = text.rpartition(" (")
-    return short(name, max(1, most - len(space + count))) + space + count if name else short(text, most)
+    name, rest = (name, space + count) if name else (text, "")
+    parts = name.split(".")
+    for place, part in enumerate(parts[:-1]):
+        if len(".".join(parts)) + len(rest) <= most:
+            break
+        if part and not part.isdigit():
+            parts[place] = part[0]
+    return short(".".join(parts), max(1, most - len(rest))) + rest
 
 
 def _marks(run: Sequence[LayerRow]) -> str:
@@ -245,14 +255,14 @@ def _marks(run: Sequence[LayerRow]) -> str:
 
 
 def _named(names: Sequence[str]) -> str:
-    """E.g. ``blocks.0…5 (6)``: what the first and the last share is said once."""
+    """E.g. ``blocks.0..5 (6)``: what the first and the last share is said once."""
     first, last = names[0], names[-1]
     if len(names) == 1:
         return first
     shared = first.rpartition(".")[0]
     if shared and last.startswith(f"{shared}."):
         last = last[len(shared) + 1 :]
-    return f"{first}…{last} ({len(names)})"
+    return f"{first}..{last} ({len(names)})"
 
 
 def _span(numbers: Sequence[int]) -> str:
@@ -307,17 +317,25 @@ def _like(one: LayerRow, other: LayerRow, tolerance: float) -> bool:
 
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, width: int, caption: str) -> Table:
-    """A table without walls in which words give way, and figures never."""
+    """A table without walls in which words give way, and figures never.
+
+    The kind gives way to the layers' names, at last altogether.
+    """
     rows = list(rows)
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold", caption=caption or None)
-    table.caption_justify = "left"
     widths = {name: max(len(row[place]) for row in (*rows, headings)) for place, name in enumerate(headings)}
     words = {name: least for name, least in (("layers", 12), ("kind", 6)) if name in headings}
     room = width - sum(widths[name] for name in headings if name not in words) - len(headings) + 1
-    for name in reversed(words):  # the kind gives way to the layers' names
+    if "kind" in words and room < widths["layers"] + words["kind"]:
+        kept = [place for place, name in enumerate(headings) if name != "kind"]
+        headings, rows = [headings[place] for place in kept], [[row[place] for place in kept] for row in rows]
+        del words["kind"]
+        room += 1
+    for name in reversed(words):
         others = min(words["layers"], widths["layers"]) if name == "kind" else 0
         widths[name] = max(words[name], min(widths[name], room - others))
         room -= widths[name]
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold", caption=caption or None)
+    table.caption_justify = "left"
     for name in headings:
         table.add_column(name, justify="left" if name in ("stage", *words) else "right", no_wrap=True)
     for row in rows:

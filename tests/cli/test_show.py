@@ -57,7 +57,7 @@ def test_a_plan_on_one_screen(tmp_path: Path) -> None:
     assert lines[1].endswith("3.00 % over the bound, proven the best")
     assert lines[2].startswith(f"idle {100 * predicted['bubble_fraction']:.1f} %: ends ")
     for stage in range(4):
-        assert any(line.startswith(f"{stage}     block.{2 * stage}…{2 * stage + 1} (2)") for line in lines)
+        assert any(line.startswith(f"{stage}     block.{2 * stage}..{2 * stage + 1} (2)") for line in lines)
     for rank in predicted["ranks"]:
         row = next(line for line in lines if line.startswith(f"rank {rank['rank']} "))
         assert row.endswith(format_bytes(rank["peak_memory_bytes"]))
@@ -105,7 +105,7 @@ def test_a_thousand_layers_fit_a_screen_in_runs_that_hold_all_of_them(tmp_path: 
     write_profile(chain_profile(1000), tmp_path / "profile.json")
     lines = _lines(tmp_path / "profile.json")
     assert len(lines) < 24
-    counted = [int(found[1]) for line in lines if (found := re.match(r"bl\S+ \((\d+)\)", line))]
+    counted = [int(found[1]) for line in lines if (found := re.match(r"b\S+ \((\d+)\)", line))]
     assert sum(counted) == 1000
     assert sum(line.startswith("block.") for line in _lines(tmp_path / "profile.json", "--all")) == 1000
 
@@ -137,6 +137,21 @@ def test_a_profile_says_where_it_is_from_and_what_is_special(tmp_path: Path) -> 
     assert document["provenance"] == "estimated"
     assert [layer["whole_backward"] for layer in document["layers"]] == [False, True, False, False]
     assert [layer["tensor"] for layer in document["layers"]] == [[1], [1], [1, 2], [1]]
+
+
+@pytest.mark.usefixtures("screen")
+def test_long_names_in_short_still_tell_layers_apart(tmp_path: Path) -> None:
+    profile = chain_profile(16)
+    names = [f"encoder.layer.{index}.attention.self.{end}" for index in range(8) for end in ("query_key", "value_out")]
+    renamed = dict(zip((layer.name for layer in profile.layers), names, strict=True))
+    layers = tuple(dataclasses.replace(layer, name=renamed[layer.name]) for layer in profile.layers)
+    edges = tuple(
+        dataclasses.replace(edge, source=renamed[edge.source], target=renamed[edge.target]) for edge in profile.edges
+    )
+    write_profile(dataclasses.replace(profile, layers=layers, edges=edges), tmp_path / "profile.json")
+    rows = [line.split()[0] for line in _lines(tmp_path / "profile.json", "--all") if line.startswith("e")]
+    assert len(set(rows)) == len(rows) == 16
+    assert all(re.fullmatch(r"e[.\w]*\.\d\.[.\w]+", row) for row in rows), rows
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

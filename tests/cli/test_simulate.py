@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,11 @@ def test_a_plan_that_does_not_fit_is_simulated_and_said(path: Path) -> None:
 def test_what_cannot_be_simulated_is_refused(path: Path) -> None:
     assert "there is no schedule 'zb-w'" in refused(pipeplan("simulate", path, "--schedule", "zb-w"))
     assert "needs placement v" in refused(pipeplan("simulate", path, "--schedule", "zb-v"))
+    assert "no schedule 'a', 'b'; there are" in refused(pipeplan("simulate", path, "--schedule", "a,gpipe,b"))
+    assert "none of these" in refused(pipeplan("simulate", path, "--schedule", "zb-v,dualpipe-v"))
+    some = pipeplan("simulate", path, "--schedule", "gpipe,zb-v,zb-h1", "--json")
+    assert [one["name"] for one in json.loads(some.out)] == ["zb-h1", "gpipe"][::-1]
+    assert "remark: zb-v is left out: " in some.err
     _edit(path, lambda data: data["schedule"].update(warmup=[1, 3, 2, 1]))
     assert "deadlock: rank 0 position 1: 0B0" in refused(pipeplan("simulate", path))
     (path.parent / "profile.json").write_text("{}")
@@ -188,3 +194,17 @@ def test_a_table_that_does_not_fit_is_refused(path: Path) -> None:
     pipeplan("export", path, "--to", "torch-csv", "-o", table)
     _edit(path, lambda data: data["cluster"].update(memory_bytes=10_000))
     assert "rank 0 needs" in refused(pipeplan("import", table, "--from", "torch-csv", "--plan", path), code=3)
+
+
+def test_what_rests_on_estimates_says_so_everywhere(tmp_path: Path) -> None:
+    profile = dataclasses.replace(chain_profile(8), provenance="estimated")
+    cut = [[f"block.{2 * stage}", f"block.{2 * stage + 1}"] for stage in range(4)]
+    path = save(fresh_plan(profile, cut, ranks=4, microbatches=8), profile, tmp_path)
+    for words in (["simulate"], ["check"], ["show"], ["export", "--to", "torch-csv"]):
+        command, *more = words
+        said = pipeplan(command, path, *more)
+        assert said.code == 0, said.err
+        assert "ESTIMATED for" in said.out + said.err, command
+    for command in ("simulate", "check", "show"):
+        said = pipeplan(command, path, "--json")
+        assert "ESTIMATED for" in said.err or '"provenance": "estimated"' in said.out, command
