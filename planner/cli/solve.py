@@ -95,6 +95,9 @@ def solve(
     )
     try:
         found = _search(graph, asked)
+    except KeyboardInterrupt:
+        err.print("ended before any plan was found: nothing is written", markup=False, soft_wrap=True)
+        raise
     except NoPlanFitsError as error:
         if as_json:
             print_json({"missing": [plain(entry) for entry in error.missing], "smallest_change": error.smallest_change})

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 
 from planner.errors import InputError
 from planner.graph import LayerGraph
@@ -63,9 +64,7 @@ class _Course(Search):
         """Visit, settle, polish, prove; what an interrupt leaves is honest too."""
         state, visit, finish = self.state, Visit(self), Finish(self)
         try:
-            visit.visit()
-            if state.best is None:
-                state.best = self._leanest()
+            self._first(visit)
             Settle(self).all()
             visit.several.search_on()
             finish.polish()
@@ -101,6 +100,18 @@ class _Course(Search):
             interrupted=state.interrupted,
         )
 
+    def _first(self, visit: Visit) -> None:
+        """First looks; where they find nothing in time, or nothing that fits, the leanest plan will do."""
+        state = self.state
+        try:
+            visit.visit()
+        except OutOfTimeError:
+            if state.best is None:
+                state.best = self._leanest()
+            raise
+        if state.best is None:
+            state.best = self._leanest()
+
     def _left(self) -> set[Configuration]:
         """The configurations of which something may be faster than the best."""
         state, known = self.state, self.bounds.known
@@ -113,7 +124,7 @@ class _Course(Search):
                 left.add(item.configuration)
         return left | {cut.item.configuration for cut in state.open_cuts if not state.beats(cut.bound_s)}
 
-    def _exhaust(self) -> bool:
+    def _exhaust(self, pulse: Callable[[], None] | None = None) -> bool:
         """Where there is little, all of what may be faster; whether that was all."""
         state, lattice = self.state, self.bounds.lattice
         if lattice is None or len(self.graph) > MOST_LAYERS:
@@ -121,7 +132,7 @@ class _Course(Search):
         known = {one: self.bounds.known(one, fused=False) for one in self.configurations}
         near = sorted((one for one in known if not state.beats(known[one])), key=known.__getitem__)
         exhaust = Exhaust(self.graph, self.asked, lattice)
-        for found in exhaust.faster(near, state.best_s, self.pulse):
+        for found in exhaust.faster(near, state.best_s, pulse or self.pulse):
             state.best = state.per_configuration[found.configuration] = state.per_schedule[found.schedule] = found
         return exhaust.complete
 
@@ -131,7 +142,7 @@ class _Course(Search):
         if found is None:
             raise no_schedule_suits(self.asked)
         if self.limit is not None and found.peak_memory_bytes > self.limit:
-            self._exhaust()  # a small graph is gone through before it is said that nothing fits
+            self._exhaust(lambda: None)  # a small graph is gone through before it is said that nothing fits
             if self.state.best is None:
                 raise no_plan_fits(self.graph, self.asked, found)
             return self.state.best

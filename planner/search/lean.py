@@ -20,6 +20,7 @@ import numpy as np
 from planner.errors import InputError
 from planner.graph import LayerGraph
 from planner.schedules import Action, Letter, Schedule, ScheduleName, build, default_warmup, ranks_of, shape_fault
+from planner.search.bound import in_flight_limits
 from planner.search.figures import Figures, LayerFigures
 from planner.search.job import job_of_cut
 from planner.search.lattice import Floats, along, lattice_of
@@ -75,7 +76,7 @@ def leanest(
     """
     suited = [c for c in configurations(graph, asked) if next(_names(asked, c), None) is not None]
     estimator = _Estimator(graph, asked, known)
-    estimates = sorted(estimator.estimates(_distinct(asked, suited)), key=lambda one: one[:2])
+    estimates = sorted(estimator.estimates(_distinct(asked, suited)), key=lambda one: _promise(one, enough_bytes))
     best: Candidate | None = None
     spent = 0
     for estimate in estimates[:_MOST_LOOKS]:
@@ -100,6 +101,13 @@ def leanest(
                     if best.peak_memory_bytes <= enough_bytes:
                         return best
     return best
+
+
+def _promise(estimate: _Estimate, enough_bytes: int) -> tuple[float, ...]:
+    """What is looked at first: of what is thought to fit that with the fewest actions, else what needs the least."""
+    shape, fits = estimate.configuration, estimate.need_bytes <= enough_bytes
+    actions = shape.pipeline * shape.virtual * shape.num_microbatches
+    return (0, actions, estimate.place) if fits else (1, estimate.need_bytes, estimate.place)
 
 
 def _with_all(graph: LayerGraph, asked: Asked, configuration: Configuration, few: Candidate) -> Candidate:
@@ -379,11 +387,15 @@ def _orders(
         return
     default = default_warmup(name, **shape)
     depths: list[tuple[int, ...] | None] = [default]
+    if default is not None and name is ScheduleName.ONE_F_ONE_B:  # as deep as memory lets it be, messages or not
+        for spare in (0, 1):
+            capped = (most - spare for most in in_flight_limits(walk.job, walk.job.stages))
+            depths.append(tuple(max(1, min(pair)) for pair in zip(default, capped, strict=True)))
     if default is not None:
         for depth in dict.fromkeys((1, configuration.virtual, min(default))):
             even = (depth,) * len(default)
-            depths += [even] if even != default else []
-    for warmup in depths:
+            depths.append(even)
+    for warmup in dict.fromkeys(depths):
         yield warmup, _built(name, configuration, warmup)
 
 

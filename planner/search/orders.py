@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -72,21 +72,25 @@ def time_cut(
     bound_s: float,
     effort: int,
     quick: bool = False,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> Timing:
     """The best order of a cut under schedules of one family; ``bound_s``: no order of that family is faster.
 
-    ``quick``: named schedules only as they come, list scheduling under its best rules.
+    ``quick``: named schedules only as they come, list scheduling under its best rules. Ends where ``is_over`` says so.
     """
     if configuration.virtual == 1 and names[0] in FUSED:  # looped-bfs is GPipe there
         return _one_stage_fused(walk, configuration, names, bound_s, effort)
     trial = _Trial(walk)
     for name, warmup, schedule in _named(configuration, names, quick=quick):
+        if is_over():
+            break
         if trial.best is None or trial.best.iteration_s > bound_s * (1 + _EQUAL):
             trial.look(name, warmup, schedule)
     if ScheduleName.SYNTHESISED in names:
-        for schedule in (*_buckets(configuration),) if configuration.pipeline == 1 else ():
-            trial.look(ScheduleName.SYNTHESISED, None, schedule)
-        for schedule in _greedy(walk, bound_s, trial, quick=quick):
+        buckets = _buckets(configuration) if configuration.pipeline == 1 else ()
+        for schedule in itertools.chain(buckets, _greedy(walk, bound_s, trial, quick=quick)):
+            if is_over():
+                break
             trial.look(ScheduleName.SYNTHESISED, None, schedule)
     named = [name for name in names if name is not ScheduleName.SYNTHESISED]
     reached = trial.best is not None and trial.best.iteration_s <= bound_s * (1 + _EQUAL)

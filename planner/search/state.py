@@ -127,10 +127,16 @@ class Search:
         """By how much the effort is over what it may be."""
         return self.bounds.spent - self.state.left
 
-    def pulse(self) -> None:
-        """End where the time that was given has run out and there is a plan."""
+    def is_over(self) -> bool:
+        """Whether the time that was given has run out; half of it, where there is no plan: one has to be made then."""
         limit = self.asked.max_seconds
-        if limit is not None and time.monotonic() - self.started > limit and self.state.best is not None:
+        if limit is None:
+            return False
+        return time.monotonic() - self.started > (limit if self.state.best is not None else limit / 2)
+
+    def pulse(self) -> None:
+        """End where the time that was given has run out."""
+        if self.is_over():
             raise OutOfTimeError
 
     def job(self, item: Item, cut: Cut, recompute: tuple[bool, ...]) -> Job:
@@ -151,7 +157,9 @@ class Search:
             return None
         effort = CLIMB_SIMULATIONS * 2 * configuration.num_microbatches * configuration.pipeline
         effort = max(min(effort, -int(self.spent())), 0)
-        timing = time_cut(walk, configuration, item.names, bound_s=bound, effort=effort, quick=quick)
+        timing = time_cut(
+            walk, configuration, item.names, bound_s=bound, effort=effort, quick=quick, is_over=self.is_over
+        )
         self.bounds.spent += timing.spent
         if timing.may_be_beaten and not quick:  # a first look is no more: what is settled is timed again
             seconds = timing.best.iteration_s if timing.best else math.inf

@@ -18,6 +18,8 @@ from planner.search.suffix import SuffixBound
 
 LOOK_NODES: Final = 25
 """Begun cuts looked at for each rank, at first sight."""
+ACTIONS_A_SECOND: Final = 300_000
+"""Simulated actions that surely fit into a second."""
 QUICK_CUTS: Final = 2
 """Cuts timed in a configuration at first sight."""
 ORDERS: Final = 60
@@ -82,10 +84,15 @@ class Visit:
                 exact = self.search.bounds.refine(item.configuration, fused=item.fused, best_s=state.best_s)
                 heapq.heappush(waiting, (exact, 1, index))
             else:
-                if state.best is None or item.look_actions < -self.search.spent():
+                if item.look_actions < (self._first_look() if state.best is None else -self.search.spent()):
                     state.solved.add(item.configuration)
                     self._look(item)
                 state.open_items.append((bound, item))
+
+    def _first_look(self) -> float:
+        """What a look may take, in simulated actions, while there is no plan yet: anything, unless time is short."""
+        limit = self.search.asked.max_seconds
+        return math.inf if limit is None else ACTIONS_A_SECOND * limit
 
     def _is_no_better_tie(self, bound: float, configuration: Configuration) -> bool:
         """Whether a configuration can be no faster than the best, nor be preferred to it among equals."""
