@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import planner.examples
-from planner.capture import Capture, EagerReference, capture, load_model_file
+from planner.capture import Capture, EagerReference
+from tests.capture.captures import captured_at
 from tests.capture.pipelines import Pipeline, Trained, differences, even_cut, gpipe, one_f_one_b
 
 MICROBATCHES = 3
@@ -38,7 +40,7 @@ FILES = {
     params=[pytest.param(name, marks=pytest.mark.slow if name == "vgg16" else ()) for name in FILES],
 )
 def captured(request: pytest.FixtureRequest) -> Capture:
-    return capture(load_model_file(FILES[request.param]), microbatch_size=2)
+    return captured_at(FILES[request.param])
 
 
 @pytest.fixture(scope="module")
@@ -48,15 +50,25 @@ def whole(captured: Capture) -> Trained:
     return Pipeline(captured, even_cut(captured, 1)).step(batch, MICROBATCHES, actions=gpipe(1, MICROBATCHES))
 
 
-@pytest.mark.parametrize("stages", [2, 4, 8])
-def test_every_cut_equals_one_stage(captured: Capture, whole: Trained, stages: int) -> None:
+WAYS = tuple((order, split, split == (order is gpipe)) for order in (gpipe, one_f_one_b) for split in (False, True))
+"""Order of actions, split backward, recompute."""
+
+
+@pytest.mark.parametrize(
+    ("stages", "ways"),
+    [
+        (2, WAYS[1:2]),
+        (4, WAYS[2:3]),
+        (8, (WAYS[0], WAYS[3])),
+        *(pytest.param(k, WAYS, marks=pytest.mark.slow) for k in (2, 4, 8)),
+    ],
+)
+def test_every_cut_equals_one_stage(captured: Capture, whole: Trained, stages: int, ways: tuple[Any, ...]) -> None:
     batch = next(captured.model_file.data(2 * MICROBATCHES))
-    for order in (gpipe, one_f_one_b):
-        for split in (False, True):
-            recompute = split == (order is gpipe)
-            pipeline = Pipeline(captured, even_cut(captured, stages), recompute=recompute)
-            step = pipeline.step(batch, MICROBATCHES, actions=order(stages, MICROBATCHES, split=split))
-            assert differences(whole, step) == [], (order.__name__, split, recompute)
+    for order, split, recompute in ways:
+        pipeline = Pipeline(captured, even_cut(captured, stages), recompute=recompute)
+        step = pipeline.step(batch, MICROBATCHES, actions=order(stages, MICROBATCHES, split=split))
+        assert differences(whole, step) == [], (order.__name__, split, recompute)
 
 
 def test_split_backward_of_all_layers_equals_whole_backward(captured: Capture, whole: Trained) -> None:

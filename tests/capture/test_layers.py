@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import planner.examples
-from planner.capture import Capture, RandomKey, Stage, capture, capture_as, load_model_file
+from planner.capture import Capture, RandomKey, Stage, capture_as, load_model_file
 from planner.capture.batch import leaves
 from planner.errors import InputError
+from tests.capture.captures import captured_at
 
 EXAMPLES = Path(planner.examples.__file__).parent
 MODELS = Path(__file__).parent / "models"
@@ -24,10 +25,6 @@ ALL = [EXAMPLES / "unet.py", *sorted(MODELS.glob("*.py"))]
 
 VARYING = "opaque"
 """What this model saves hangs on the values that it meets."""
-
-
-def captured_at(path: Path, **settings: Any) -> Capture:
-    return capture(load_model_file(path), **{"microbatch_size": 2, **settings})
 
 
 @pytest.fixture(scope="module", params=ALL, ids=lambda path: path.stem)

@@ -10,6 +10,7 @@ import torch
 from planner.capture import Capture, RandomKey, Stage, capture, load_model_file
 from planner.capture.export import opaque_call
 from planner.errors import RunError
+from tests.capture.captures import captured_at
 from tests.capture.pipelines import Pipeline, differences, even_cut, gpipe
 
 MODELS = Path(__file__).parent / "models"
@@ -60,7 +61,7 @@ def whole_modules(captured: Capture) -> set[str]:
 
 @pytest.fixture(scope="module")
 def captured() -> Capture:
-    return capture(load_model_file(MODELS / "opaque.py"), microbatch_size=2)
+    return captured_at(MODELS / "opaque.py")
 
 
 def test_the_smallest_modules_are_found_and_named_ones_are_kept(captured: Capture) -> None:
@@ -71,7 +72,7 @@ def test_the_smallest_modules_are_found_and_named_ones_are_kept(captured: Captur
 
 @pytest.mark.parametrize("granularity", ["block", "module", "op"])
 def test_each_is_a_layer_of_its_own(granularity: str) -> None:
-    captured = capture(load_model_file(MODELS / "opaque.py"), microbatch_size=2, granularity=granularity)  # type: ignore[arg-type]
+    captured = captured_at(MODELS / "opaque.py", granularity=granularity)
     for part in captured.analysis.segments:
         names = {call.name for node in part.nodes if (call := opaque_call(node)) is not None}
         if names and not part.name.startswith(

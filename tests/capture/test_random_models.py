@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from random import Random
 
+import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -89,10 +90,23 @@ def model_file(seed: int) -> ModelFile:
     return ModelFile(path=Path("random.py"), global_batch=None, leaves=(), functions=functions)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32 - 1))
 @example(seed=2484977)  # a shared module's second name heads a layer
 def test_random_models_equal_one_stage(seed: int) -> None:
+    check(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 2**32 - 1))
+def test_many_random_models_equal_one_stage(seed: int) -> None:
+    check(seed)
+
+
+def check(seed: int) -> None:
+    """A random model cut at random twice."""
     torch.set_num_threads(1)
     random = Random(seed)
     captured = capture(

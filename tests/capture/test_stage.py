@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from planner.capture import Capture, RandomKey, Stage, capture, load_model_file
+from planner.capture import Capture, RandomKey, Stage
+from tests.capture.captures import captured_at
 from tests.capture.pipelines import Pipeline, differences, even_cut, gpipe, one_f_one_b
 
 MODELS = Path(__file__).parent / "models"
@@ -17,7 +18,7 @@ MODELS = Path(__file__).parent / "models"
 
 @pytest.fixture(scope="module")
 def naps() -> Capture:
-    return capture(load_model_file(MODELS / "custom.py"), microbatch_size=2)
+    return captured_at(MODELS / "custom.py")
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -34,7 +35,7 @@ def test_recompute_runs_the_forward_once_more(naps: Capture, split: bool, monkey
 
 @pytest.mark.parametrize(("name", "granularity"), [("pieces", "op"), ("tied", "module")])
 def test_any_granularity(name: str, granularity: str) -> None:
-    captured = capture(load_model_file(MODELS / f"{name}.py"), microbatch_size=2, granularity=granularity)  # type: ignore[arg-type]
+    captured = captured_at(MODELS / f"{name}.py", granularity=granularity)
     batch = next(captured.model_file.data(6))
     whole = Pipeline(captured, even_cut(captured, 1)).step(batch, 3, actions=gpipe(1, 3))
     for split in (False, True):
@@ -45,7 +46,7 @@ def test_any_granularity(name: str, granularity: str) -> None:
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("split", [False, True])
 def test_nothing_of_a_micro_batch_outlives_its_backward(split: bool, recompute: bool) -> None:
-    captured = capture(load_model_file(MODELS / "skips.py"), microbatch_size=2)
+    captured = captured_at(MODELS / "skips.py")
     names = [layer.name for layer in captured.layers]
     program = captured.program(names[1:-1])
     stage = Stage(program, captured.module, recompute=recompute)

@@ -14,17 +14,14 @@ from planner.capture.layers import Granularity
 from planner.errors import InputError
 from planner.examples import example_text
 from planner.measure.held import measure_held
+from tests.capture.captures import captured_at
 from tests.capture.real_models import REAL_MODELS
 
 MODELS = sorted(path.stem for path in (Path(__file__).parent / "models").glob("*.py"))
 
 
 def both(path: Path, granularity: Granularity = "block") -> tuple[Capture, Capture]:
-    model_file = load_model_file(path)
-    real, without = (
-        capture(model_file, microbatch_size=2, granularity=granularity, weightless=weightless)
-        for weightless in (False, True)
-    )
+    real, without = (captured_at(path, granularity=granularity, weightless=weightless) for weightless in (False, True))
     return real, without
 
 

@@ -31,6 +31,7 @@ from planner.measure.optimizer import measure_optimizer
 from planner.measure.timing import FITTED, SMALLEST_RUN, Series, even_bounds
 from planner.profile import Profile, read_profile, write_profile
 from planner.schedules import Letter
+from tests.capture.real_models import REAL_MODELS
 
 EXAMPLES = ("gpt", "unet", "vgg16")
 
@@ -153,9 +154,18 @@ def test_any_run_of_layers_takes_what_its_layers_say(name: str, tmp_path: Path) 
 # --- bytes ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=EXAMPLES)
+@pytest.fixture(
+    scope="module", params=[*EXAMPLES, *(pytest.param(name, marks=pytest.mark.slow) for name in REAL_MODELS)]
+)
 def captured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Capture:
-    path = _copy(request.param, tmp_path_factory.mktemp("copy"))
+    folder = tmp_path_factory.mktemp("copy")
+    if request.param in EXAMPLES:
+        path = _copy(request.param, folder)
+    else:
+        pytest.importorskip("transformers")
+        pytest.importorskip("diffusers")
+        path = folder / f"bytes_{request.param}.py"
+        path.write_text(REAL_MODELS[request.param])
     return capture(load_model_file(path), microbatch_size=2)
 
 
