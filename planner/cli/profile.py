@@ -46,6 +46,9 @@ def profile(
     output: Path | None = typer.Option(None, "-o", "--output", help="The profile (default: profiles/MODEL.json)."),
     microbatch: str = typer.Option("1,2,4", help="Micro-batch sizes (samples) to measure at."),
     tensor: str = typer.Option("1", help="Tensor sizes (T) to measure at too: every layer as one of T ranks has it."),
+    sequence_parallel: bool = typer.Option(
+        False, "--sequence-parallel", help="With --tensor: between split ops each rank holds a part of the tokens."
+    ),
     device: DeviceKind | None = typer.Option(None, help="Where to measure (default: cuda where there is one)."),
     estimate: str | None = typer.Option(None, help="Estimate for a GPU that is not here, e.g. h100-sxm, a100, mi300x."),
     granularity: Granularity = typer.Option(Granularity.BLOCK, help="What a layer is."),
@@ -65,6 +68,8 @@ def profile(
     profile that is there is of the same model and machine nothing is measured, but with --fresh.
     """
     sizes, tensor_sizes = _sizes(microbatch, "--microbatch"), _sizes(tensor, "--tensor")
+    if sequence_parallel and tensor_sizes == (1,):
+        raise InputError("--sequence-parallel is for tensor ranks", hint="add --tensor 1,2")
     path = output or Path("profiles") / f"{model.stem}.json"
     if estimate is not None and (device is not None or layerwise is not None):
         raise InputError("--estimate measures nothing", hint="leave --device, --layerwise and --whole away")
@@ -83,6 +88,7 @@ def profile(
         neighbours=default_neighbours(kind),
         layerwise=layerwise,
         tensor=tensor_sizes,
+        sequence=sequence_parallel,
         estimate=known_device(estimate) if estimate else None,
     )
     model_file = load_model_file(model)

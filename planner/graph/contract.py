@@ -144,7 +144,7 @@ class _Work:
         self.home: Final = list(range(len(graph)))
         self.free: Final = free
         self.certain: Final = certain
-        self.sizes: Final = sorted({size for size, _ in graph.rows()})
+        self.rows: Final = graph.rows()
 
     def joined(self, *, plain: bool) -> bool:
         """Join what can be joined now, no two in touch with each other; whether there was any."""
@@ -209,9 +209,9 @@ class _Work:
                     saved = any(reader.saved for reader in readers)
                     crossing.append((tensor, grad, saved))
         return _Passage(
-            bytes=tuple(sum(tensor.bytes(size) for tensor, _, _ in crossing) for size in self.sizes),
-            back=tuple(sum(tensor.bytes(size) for tensor, grad, _ in crossing if grad) for size in self.sizes),
-            saved=tuple(sum(tensor.bytes(size) for tensor, _, saved in crossing if saved) for size in self.sizes),
+            bytes=tuple(sum(tensor.bytes(*row) for tensor, _, _ in crossing) for row in self.rows),
+            back=tuple(sum(tensor.bytes(*row) for tensor, grad, _ in crossing if grad) for row in self.rows),
+            saved=tuple(sum(tensor.bytes(*row) for tensor, _, saved in crossing if saved) for row in self.rows),
             grad=any(grad for _, grad, _ in crossing),
         )
 
@@ -253,6 +253,7 @@ def _merged(graph: LayerGraph, groups: Sequence[Sequence[int]]) -> Profile:
                         name=f"{graph.names[tensor.source]}/{tensor.name}",
                         bytes_per_sample=tensor.bytes_per_sample,
                         fixed_bytes=tensor.fixed_bytes,
+                        parts=tensor.parts or None,
                         grad=any(reader.grad for reader in readers),
                         saved=any(reader.saved for reader in readers),
                     )

@@ -38,7 +38,7 @@ def derive_stages(
     """
     stage_of = stage_of_layers(graph, cut)
     costs = graph.costs(microbatch_size=microbatch_size, tensor=tensor, cluster=cluster)
-    flow = _Flow(graph, stage_of, ranks, microbatch_size)
+    flow = _Flow(graph, stage_of, ranks, microbatch_size, tensor)
     made = []
     for number, names in enumerate(cut):
         members = sorted(graph.index[name] for name in names)
@@ -116,7 +116,9 @@ def stage_of_layers(graph: LayerGraph, cut: Cut) -> list[int]:
 class _Flow:
     """What passes between the stages of one cut, per stage."""
 
-    def __init__(self, graph: LayerGraph, stage_of: Sequence[int], ranks: Sequence[int], microbatch_size: int) -> None:
+    def __init__(
+        self, graph: LayerGraph, stage_of: Sequence[int], ranks: Sequence[int], microbatch_size: int, tensor: int
+    ) -> None:
         self.sends: list[dict[int, int]] = [{} for _ in ranks]
         self.returns: list[dict[int, int]] = [{} for _ in ranks]
         self.input_bytes = [0] * len(ranks)
@@ -125,7 +127,7 @@ class _Flow:
             source = stage_of[made.source]
             readers = {stage_of[reader.layer] for reader in made.readers} - {source}
             if readers:
-                self._add(made, made.bytes(microbatch_size), source, readers, stage_of, ranks)
+                self._add(made, made.bytes(microbatch_size, tensor), source, readers, stage_of, ranks)
 
     def _add(
         self, made: Tensor, size: int, source: int, readers: set[int], stage_of: Sequence[int], ranks: Sequence[int]

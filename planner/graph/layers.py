@@ -14,7 +14,7 @@ import networkx as nx
 
 from planner.cluster import Cluster, Link
 from planner.errors import InputError
-from planner.profile import Collective, Cost, Layer, Profile
+from planner.profile import Collective, Cost, EdgeTensor, Layer, Profile, TensorPart
 
 
 class Reader(NamedTuple):
@@ -26,16 +26,23 @@ class Reader(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """What one layer hands to others: bytes_per_sample · b + fixed_bytes at micro-batch size b. Readers ascend."""
+    """What one layer hands to others: bytes_per_sample · b + fixed_bytes at micro-batch size b. Readers ascend.
+
+    ``parts``: what a tensor rank has of it, at the tensor sizes where that is a part.
+    """
 
     source: int
     name: str
     bytes_per_sample: float
     fixed_bytes: int
     readers: tuple[Reader, ...]
+    parts: tuple[TensorPart, ...] = ()
 
-    def bytes(self, microbatch_size: int) -> int:
-        """Its size at a micro-batch size."""
+    def bytes(self, microbatch_size: int, tensor: int = 1) -> int:
+        """Its size at a micro-batch size: what one of ``tensor`` ranks has."""
+        for part in self.parts:
+            if part.tensor == tensor:
+                return round(part.bytes_per_sample * microbatch_size) + part.fixed_bytes
         return round(self.bytes_per_sample * microbatch_size) + self.fixed_bytes
 
 
@@ -117,19 +124,21 @@ def _digraph(profile: Profile) -> nx.DiGraph[str]:
 
 
 def _tensors(profile: Profile, index: dict[str, int]) -> tuple[Tensor, ...]:
-    sizes: dict[tuple[int, str], tuple[float, int]] = {}
+    sizes: dict[tuple[int, str], EdgeTensor] = {}
     readers: dict[tuple[int, str], list[Reader]] = {}
     for edge in profile.edges:
         source, target = index[edge.source], index[edge.target]
         if not edge.tensors:  # an edge that carries nothing is an order all the same
-            sizes[source, ""] = (0.0, 0)
+            sizes[source, ""] = EdgeTensor(name="none", bytes_per_sample=0.0, fixed_bytes=0, grad=False)
             readers.setdefault((source, ""), []).append(Reader(target, grad=False, saved=False))
         for tensor in edge.tensors:
-            sizes[source, tensor.name] = (tensor.bytes_per_sample, tensor.fixed_bytes)
+            sizes[source, tensor.name] = tensor
             readers.setdefault((source, tensor.name), []).append(Reader(target, tensor.grad, tensor.saved))
     return tuple(
-        Tensor(source, name, *sizes[source, name], tuple(sorted(readers[source, name])))
-        for source, name in sorted(sizes)
+        Tensor(
+            source, name, one.bytes_per_sample, one.fixed_bytes, tuple(sorted(readers[source, name])), one.parts or ()
+        )
+        for (source, name), one in sorted(sizes.items(), key=lambda entry: entry[0])
     )
 
 

@@ -24,7 +24,7 @@ from planner.cluster import device_memory
 from planner.measure.held import HeldBytes, fill_gradients, held_by, saved_inputs
 from planner.measure.layerwise import Weights, made_up_gradients
 from planner.measure.parts import Parts
-from planner.measure.profiler import Measured, dtype_of, profiled_edge, profiled_layers, profiled_model
+from planner.measure.profiler import Measured, dtype_of, profiled_edges, profiled_layers, profiled_model
 from planner.measure.reuse import GRAPH, TENSOR_LEFT_OUT, noted_graph, noted_sizes
 from planner.measure.roofline import LINK, LINK_LATENCY_S, ROOFS, Estimator, Roof
 from planner.measure.settings import Asked
@@ -40,7 +40,7 @@ def estimate_profile(model_file: ModelFile, asked: Asked, *, folder: Path, progr
     assert asked.estimate is not None
     torch.set_num_threads(1)
     roof = ROOFS[asked.estimate]
-    parts = Parts(asked.tensor)
+    parts = Parts(asked.tensor, sequence=asked.sequence)
     captures: list[Capture] = []
     timed: list[Timed] = []
     held: list[tuple[HeldBytes, ...]] = []
@@ -69,7 +69,8 @@ def estimate_profile(model_file: ModelFile, asked: Asked, *, folder: Path, progr
         optimizer=_optimizer(model_file, getattr(torch, dtype), roof),
         links=ProfiledLinks(latency_s=LINK_LATENCY_S, bandwidth_bytes_per_s=roof.link * LINK),
         layers=profiled_layers(captures, timed, held, with_spread=False),
-        edges=tuple(profiled_edge(edge) for edge in captures[0].edges),
+        sequence_parallel=asked.sequence or None,
+        edges=profiled_edges(captures),
     )
     nothing = (0.0,) * len(asked.microbatch_sizes)
     return Measured(

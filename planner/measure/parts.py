@@ -15,13 +15,17 @@ from planner.capture import Capture
 from planner.capture.shard import shard
 from planner.capture.sharding import Exchanged
 from planner.errors import InputError
-from planner.profile import Collective, Collectives, LayerSplit
+from planner.profile import Collective, Collectives, LayerSplit, TensorPart
 
 
 class Parts:
-    """Rank 0 of each tensor size asked for; ``left_out``: sizes at which nothing can be split, with the reason."""
+    """Rank 0 of each tensor size asked for; ``left_out``: sizes at which nothing can be split, with the reason.
 
-    def __init__(self, sizes: Sequence[int]) -> None:
+    ``sequence``: what is whole between split ops is held in parts over the tokens.
+    """
+
+    def __init__(self, sizes: Sequence[int], *, sequence: bool = False) -> None:
+        self._sequence = sequence
         self._sizes = sorted({size for size in sizes if size > 1})
         self._modules: dict[int, nn.Module] = {}
         self.left_out: dict[int, str] = {}
@@ -33,7 +37,7 @@ class Parts:
             if size in self.left_out:
                 continue
             try:
-                part = shard(captured, tensor=size)
+                part = shard(captured, tensor=size, sequence=self._sequence)
             except InputError as fault:
                 self.left_out[size] = fault.message.partition(": ")[2] or fault.message
                 continue
@@ -74,6 +78,18 @@ def splits_of(captures: Sequence[Capture], layer: int) -> tuple[LayerSplit, ...]
         if captured.sharding is not None and captured.sharding.size not in found:
             own = captured.sharding.layers[layer]
             found[captured.sharding.size] = LayerSplit(
-                tensor=captured.sharding.size, split=dict(own.split), whole=dict(own.whole)
+                tensor=captured.sharding.size, split=dict(own.split), whole=dict(own.whole), tokens=own.tokens
             )
+    return tuple(found.values()) or None
+
+
+def edge_parts_of(captures: Sequence[Capture], edge: int, tensor: int) -> tuple[TensorPart, ...] | None:
+    """What one rank has of an edge's tensor, at the tensor sizes where that is a part of it."""
+    whole, found = captures[0].edges[edge].tensors[tensor], {}
+    for captured in captures:
+        part = captured.edges[edge].tensors[tensor]
+        sizes = (part.bytes_per_sample, part.fixed_bytes)
+        if captured.sharding is not None and sizes != (whole.bytes_per_sample, whole.fixed_bytes):
+            size = captured.sharding.size
+            found[size] = TensorPart(tensor=size, bytes_per_sample=sizes[0], fixed_bytes=sizes[1])
     return tuple(found.values()) or None

@@ -19,7 +19,7 @@ from planner.measure.layerwise import TooLargeError, measure_layerwise, optimize
 from planner.measure.machine import free_bytes, this_device
 from planner.measure.neighbours import busy_neighbours, wait_until_busy
 from planner.measure.optimizer import measure_optimizer
-from planner.measure.parts import Parts, collectives_of, shared_bytes_of, splits_of, tensor_size
+from planner.measure.parts import Parts, collectives_of, edge_parts_of, shared_bytes_of, splits_of, tensor_size
 from planner.measure.reuse import BY_LAYER, GRAPH, LAYERWISE, LEFT_OUT, TENSOR_LEFT_OUT, noted_graph, noted_sizes
 from planner.measure.room import check_saved_fits, fits_whole
 from planner.measure.settings import Asked
@@ -122,7 +122,8 @@ def measure_profile(
         links=links,
         accuracy=_accuracy(found.captures, found.timed),
         layers=profiled_layers(found.captures, found.timed, found.held),
-        edges=tuple(profiled_edge(edge) for edge in captured.edges),
+        sequence_parallel=asked.sequence or None,
+        edges=profiled_edges(found.captures),
     )
     return Measured(
         profile=profile,
@@ -139,7 +140,7 @@ def _whole(model_file: ModelFile, asked: Asked, progress: Progress) -> _Figures 
     """All of the model at once; None where it does not fit at any micro-batch size and may be taken layer by layer."""
     sizes = asked.microbatch_sizes
     with busy_neighbours(model_file.path, microbatch_size=max(sizes), count=asked.neighbours) as started:
-        parts = Parts(asked.tensor)
+        parts = Parts(asked.tensor, sequence=asked.sequence)
         captures, held, left_out = _captures(model_file, asked, parts, progress)
         if not captures:
             if asked.layerwise is None:
@@ -163,7 +164,7 @@ def _whole(model_file: ModelFile, asked: Asked, progress: Progress) -> _Figures 
 
 def _layerwise(model_file: ModelFile, asked: Asked, progress: Progress) -> _Figures:
     """One layer after another."""
-    parts = Parts(asked.tensor)
+    parts = Parts(asked.tensor, sequence=asked.sequence)
     captures: list[Capture] = []
     timed: list[Timed] = []
     held: list[tuple[HeldBytes, ...]] = []
@@ -367,8 +368,12 @@ def has_backward(captured: Capture, index: int) -> bool:
     return any(node in analysis.flow.flows for node in analysis.segments[index].nodes)
 
 
-def profiled_edge(edge: CapturedEdge) -> Edge:
-    """The profile's edge."""
+def profiled_edges(captures: Sequence[Capture]) -> tuple[Edge, ...]:
+    """The profile's edges, with what tensor ranks have of their tensors."""
+    return tuple(_profiled_edge(captures, number, edge) for number, edge in enumerate(captures[0].edges))
+
+
+def _profiled_edge(captures: Sequence[Capture], number: int, edge: CapturedEdge) -> Edge:
     return Edge(
         source=edge.source,
         target=edge.target,
@@ -379,8 +384,9 @@ def profiled_edge(edge: CapturedEdge) -> Edge:
                 fixed_bytes=tensor.fixed_bytes,
                 grad=tensor.grad,
                 saved=tensor.saved,
+                parts=edge_parts_of(captures, number, place),
             )
-            for tensor in edge.tensors
+            for place, tensor in enumerate(edge.tensors)
         ),
     )
 

@@ -35,6 +35,8 @@ def unchanged(earlier: Profile, model_file: ModelFile, asked: Asked) -> bool:
     notes = earlier.device.software
     if not _same_device(earlier.device, asked) or earlier.global_batch != model_file.global_batch:
         return False
+    if bool(earlier.sequence_parallel) != asked.sequence:
+        return False
     if asked.layerwise is not None and asked.layerwise != (notes.get(LAYERWISE) == BY_LAYER):
         return False
     rows = [{cost.microbatch_size for cost in layer.costs if cost.tensor == 1} for layer in earlier.layers]

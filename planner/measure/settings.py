@@ -22,5 +22,7 @@ class Asked:
     """Whether to measure layer by layer without ever holding the model; None: where it does not fit."""
     tensor: Sequence[int] = (1,)
     """Tensor sizes (T): beside the whole, each layer as one of T ranks has it."""
+    sequence: bool = False
+    """Whether at T > 1 activations between split ops are held in parts over the tokens."""
     estimate: str | None = None
     """Another device, for which the figures are estimated."""

@@ -96,6 +96,7 @@ def candidate_plan(
             virtual=configuration.virtual,
             data=configuration.data,
             tensor=configuration.tensor,
+            sequence=True if profile.sequence_parallel and configuration.tensor > 1 else None,
             zero1=True if found.asked.zero1 else None,
         ),
         schedule=PlannedSchedule(name=candidate.schedule, placement=configuration.placement, warmup=candidate.warmup),

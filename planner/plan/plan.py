@@ -48,6 +48,7 @@ class Batch:
 class Parallel:
     """gpus = pipeline · data · tensor; ``virtual`` stages per pipeline rank.
 
+    ``sequence``: between split ops each tensor rank holds a part of the tokens (sequence parallel).
     ``zero1``: each replica holds and steps 1/D of the optimizer's state (ZeRO-1); left out where it does not.
     """
 
@@ -56,6 +57,7 @@ class Parallel:
     virtual: Count
     data: Count
     tensor: Count
+    sequence: bool | None = None
     zero1: bool | None = None
 
 

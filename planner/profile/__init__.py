@@ -18,6 +18,7 @@ from planner.profile.profile import (
     ProfiledModel,
     Provenance,
     SharedParameter,
+    TensorPart,
 )
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "ProfiledModel",
     "Provenance",
     "SharedParameter",
+    "TensorPart",
     "read_profile",
     "write_profile",
 ]

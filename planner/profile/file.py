@@ -81,7 +81,7 @@ def _cost_faults(cost: Cost, place: str) -> Iterator[tuple[str, str, str]]:
 
 def _edge_faults(profile: Profile, position: dict[str, int]) -> Iterator[tuple[str, str, str]]:
     pairs: dict[tuple[str, str], int] = {}
-    tensors: dict[tuple[str, str], tuple[float, int]] = {}
+    tensors: dict[tuple[str, str], tuple[object, ...]] = {}
     for index, edge in enumerate(profile.edges):
         place = f"edges[{index}]"
         for end, name in (("source", edge.source), ("target", edge.target)):
@@ -102,7 +102,14 @@ def _edge_faults(profile: Profile, position: dict[str, int]) -> Iterator[tuple[s
         for row, tensor in enumerate(edge.tensors):
             if names.index(tensor.name) < row:
                 yield f"{place}.tensors[{row}].name", f"{tensor.name!r} stands twice", "remove one of them"
-            size = (tensor.bytes_per_sample, tensor.fixed_bytes)
+            size = (tensor.bytes_per_sample, tensor.fixed_bytes, tensor.parts)
+            sizes = [part.tensor for part in tensor.parts or ()]
+            if len(set(sizes)) < len(sizes) or 1 in sizes:
+                yield (
+                    f"{place}.tensors[{row}].parts",
+                    "has a tensor size twice, or 1",
+                    "one entry for each tensor size above 1 at which it is held in parts",
+                )
             if tensors.setdefault((edge.source, tensor.name), size) != size:
                 yield (
                     f"{place}.tensors[{row}]",

@@ -111,11 +111,15 @@ class Accuracy:
 
 @record
 class LayerSplit:
-    """What of a layer is split over T tensor ranks: modules with how, and what is left whole, with the reason."""
+    """What of a layer is split over T tensor ranks: modules with how, and what is left whole, with the reason.
+
+    ``tokens``, with sequence_parallel: "split" where its sums leave the ranks in parts over the tokens, or why not.
+    """
 
     tensor: Count
     split: dict[str, str]
     whole: dict[str, str]
+    tokens: str | None = None
 
 
 @record
@@ -142,10 +146,20 @@ class Layer:
 
 
 @record
+class TensorPart:
+    """What one of ``tensor`` ranks has of a tensor that they hold in parts, in bytes as an EdgeTensor's."""
+
+    tensor: Count
+    bytes_per_sample: Fraction
+    fixed_bytes: Bytes
+
+
+@record
 class EdgeTensor:
     """A tensor that a layer hands to a later one; at micro-batch size b it has bytes_per_sample · b + fixed_bytes.
 
-    ``grad``: a gradient flows back. ``saved``: the reader's backward needs it.
+    ``grad``: a gradient flows back. ``saved``: the reader's backward needs it. ``parts``: at those
+    tensor sizes where each rank has a part of it.
     """
 
     name: Annotated[str, MinLen(1)]
@@ -153,6 +167,7 @@ class EdgeTensor:
     fixed_bytes: Bytes
     grad: bool
     saved: bool = False
+    parts: tuple[TensorPart, ...] | None = None
 
 
 @record
@@ -166,7 +181,10 @@ class Edge:
 
 @record
 class Profile:
-    """Per-layer costs and the acyclic graph of layers; ``layers`` stand in a topological order of ``edges``."""
+    """Per-layer costs and the acyclic graph of layers; ``layers`` stand in a topological order of ``edges``.
+
+    ``sequence_parallel``: at tensor > 1 activations between split ops are held in parts over the tokens.
+    """
 
     format: Literal["pipeplan-profile/1"] = FORMAT
     model: ProfiledModel
@@ -178,5 +196,6 @@ class Profile:
     optimizer: OptimizerCost
     links: ProfiledLinks | None = None
     accuracy: tuple[Accuracy, ...] | None = None
+    sequence_parallel: bool | None = None
     layers: Annotated[tuple[Layer, ...], MinLen(1)]
     edges: tuple[Edge, ...]

@@ -23,15 +23,15 @@ class Boundary:
     bytes: tuple[int | None, ...]
 
 
-def boundaries_of(graph: LayerGraph, stages: tuple[Stage, ...], *, microbatch_size: int) -> list[Boundary]:
+def boundaries_of(graph: LayerGraph, stages: tuple[Stage, ...], *, microbatch_size: int, tensor: int) -> list[Boundary]:
     """Every boundary of a cut, with what crosses at the positions near it."""
     order = [name for stage in stages for name in stage.layers]
     place = {graph.index[name]: position for position, name in enumerate(order)}
     change = [0] * (len(order) + 1)  # of what crosses, at the position after each layer
-    for tensor in graph.tensors:
-        last = max(place[reader.layer] for reader in tensor.readers)
-        change[place[tensor.source]] += tensor.bytes(microbatch_size)
-        change[last] -= tensor.bytes(microbatch_size)
+    for held in graph.tensors:
+        last = max(place[reader.layer] for reader in held.readers)
+        change[place[held.source]] += held.bytes(microbatch_size, tensor)
+        change[last] -= held.bytes(microbatch_size, tensor)
     crossing = list(accumulate(change))  # crossing[i]: after the layer at position i
     made, end = [], 0
     for stage in stages[:-1]:

@@ -280,7 +280,7 @@ def _boundaries(found: Found) -> Iterator[RenderableType]:
     """What crosses at and near each boundary; where they are many, those that carry the most."""
     best = found.best
     size, homes = best.configuration.microbatch_size, [stage.rank for stage in best.stages]
-    every = boundaries_of(found.graph, best.stages, microbatch_size=size)
+    every = boundaries_of(found.graph, best.stages, microbatch_size=size, tensor=best.configuration.tensor)
     made = [one for one in every if homes[one.before_stage - 1] != homes[one.before_stage]]
     if not made:  # all on one rank: nothing crosses
         return

@@ -21,6 +21,20 @@ def split_lines(profile: Profile) -> Iterator[str]:
             yield f"  by {how}: {_together(name for one in here for name, own in one.split.items() if own == how)}"
         for why in dict.fromkeys(why for one in here for why in one.whole.values()):
             yield f"  whole: {_together(name for one in here for name, own in one.whole.items() if own == why)}: {why}"
+        yield from _token_lines(profile, size)
+
+
+def _token_lines(profile: Profile, size: int) -> Iterator[str]:
+    """With sequence parallel: the layers that hand on a rank's tokens, and those that cannot."""
+    told = {
+        layer.name: one.tokens
+        for layer in profile.layers
+        for one in layer.splits or ()
+        if one.tensor == size and one.tokens
+    }
+    for how in dict.fromkeys(told.values()):
+        names = _together(name for name, own in told.items() if own == how)
+        yield f"  tokens in parts after {names}" if how == "split" else f"  tokens whole after {names}: {how}"
 
 
 def _share(profile: Profile, size: int) -> float:

@@ -207,7 +207,10 @@ class _Worker:
     def _part(self, captured: Capture) -> Capture:
         """What this process has of every layer."""
         size = self.job.plan.parallel.tensor
-        return captured if size == 1 else shard(captured, tensor=size, rank=self.tensor_rank)
+        if size == 1:
+            return captured
+        sequence = bool(self.job.plan.parallel.sequence)
+        return shard(captured, tensor=size, rank=self.tensor_rank, sequence=sequence)
 
     def _trainer(self, model_file: ModelFile, captured: Capture) -> Trainer:
         job, plan = self.job, self.job.plan

@@ -44,8 +44,8 @@ class LayerFigures:
             place, target = following.get(made.source, (0, -1))
             for reader in made.readers:
                 if reader.layer == target:
-                    self.ahead_bytes[place] += made.bytes(microbatch_size)
-                    self.back_bytes[place] += made.bytes(microbatch_size) if reader.grad else 0
+                    self.ahead_bytes[place] += made.bytes(microbatch_size, tensor)
+                    self.back_bytes[place] += made.bytes(microbatch_size, tensor) if reader.grad else 0
                     self.comes_back[place] |= reader.grad
 
     def fixed_factor(self) -> float:
@@ -122,7 +122,7 @@ class Figures:
             for reader in readers:
                 before.append(waiting & ~members[:, reader])
                 inside.append(members[:, reader])
-                sizes.append(float(tensor.bytes(self.layers.microbatch_size)))
+                sizes.append(float(tensor.bytes(self.layers.microbatch_size, self.layers.tensor)))
                 waiting &= members[:, reader]
         made = np.zeros(len(self.lattice.start))
         for low in range(0, len(sizes), 512):

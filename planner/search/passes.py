@@ -66,8 +66,8 @@ class Passes:
         change = np.zeros(len(self.order) + 2)
         for made in self.layers.graph.tensors:
             last = max(where[reader.layer] for reader in made.readers)
-            change[where[made.source] + 1] += made.bytes(self.layers.microbatch_size)
-            change[last + 1] -= made.bytes(self.layers.microbatch_size)
+            change[where[made.source] + 1] += made.bytes(self.layers.microbatch_size, self.layers.tensor)
+            change[last + 1] -= made.bytes(self.layers.microbatch_size, self.layers.tensor)
         self.crossing: Floats = np.cumsum(change)[: len(self.order) + 1]
 
     def _cluster(self) -> None:

@@ -81,6 +81,23 @@ def test_every_plan_trains_the_same_model(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", NAMES)
+def test_tokens_in_parts_train_the_same_model(name: str, tmp_path: Path) -> None:
+    """Sequence parallel, the sums of norms' gradients too: as one process, and alike over schedules and replicas."""
+    path = small(name, tmp_path)
+    whole = run(plan_of(path, num_ranks=1, microbatches=M), tmp_path, steps=3).result
+    one = run(plan_of(path, num_ranks=1, microbatches=M, tensor=2, sequence=True), tmp_path, steps=3).result
+    assert one.losses == pytest.approx(whole.losses, rel=1e-5)
+    for schedule in ("interleaved", "zb-h1"):
+        plan = plan_of(path, microbatches=M, tensor=2, sequence=True, **PLANS[schedule])
+        other = run(plan, tmp_path, steps=3).result
+        assert (other.losses, other.weights_sha256) == (one.losses, one.weights_sha256), schedule
+    two = plan_of(path, num_ranks=1, data=2, microbatches=M // 2, tensor=2, sequence=True)
+    assert run(two, tmp_path, steps=3).result.losses == pytest.approx(whole.losses, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", NAMES)
 def test_four_tensor_ranks_train_the_same_model(name: str, tmp_path: Path) -> None:
     """Four heads, of two keys and values where queries are grouped; two stages of four ranks in eight processes."""
     path = small(name, tmp_path)
