@@ -194,11 +194,24 @@ _GRANULARITIES: tuple[Granularity, ...] = ("block", "module", "op")
 
 
 def capture_as(
-    model_file: ModelFile, *, fingerprint: str, microbatch_size: int, device: str = "cpu", seed: int = 0
+    model_file: ModelFile,
+    *,
+    fingerprint: str,
+    microbatch_size: int,
+    device: str = "cpu",
+    seed: int = 0,
+    weightless: bool = False,
 ) -> Capture:
     """Capture a model at the granularity that gives this fingerprint; at ``block`` where none does."""
     captures = (
-        capture(model_file, microbatch_size=microbatch_size, device=device, granularity=granularity, seed=seed)
+        capture(
+            model_file,
+            microbatch_size=microbatch_size,
+            device=device,
+            granularity=granularity,
+            seed=seed,
+            weightless=weightless,
+        )
         for granularity in _GRANULARITIES
     )
     first = next(captures)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from contextlib import suppress
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -16,6 +17,14 @@ if TYPE_CHECKING:
     from planner.runtime.result import Outcome
 
 _LINES = 10
+
+
+class Weights(StrEnum):
+    """What each process makes of the model."""
+
+    AUTO = "auto"
+    WHOLE = "whole"
+    OWN = "own"
 
 
 def register(app: typer.Typer) -> None:
@@ -39,6 +48,9 @@ def run(
     ),
     checkpoint_every: int | None = typer.Option(None, min=1, metavar="N", help="Make one after every N steps too."),
     resume: bool = typer.Option(False, "--resume", help="Go on from the newest checkpoint of --checkpoint."),
+    weights: Weights = typer.Option(
+        Weights.AUTO, help="Each process makes the whole model, or its own stages alone: the same weights, less memory."
+    ),
     log: Path | None = typer.Option(None, help="Write a JSON line a step: step, loss, seconds, samples per second."),
     trace: Path | None = typer.Option(
         None, help="Write when each action ran, for show --measured and ui.perfetto.dev."
@@ -68,6 +80,7 @@ def run(
         checkpoints=checkpoint,
         checkpoint_every=checkpoint_every,
         resume=resume,
+        weights=weights.value,
         record=trace is not None,
         save_profile=save_profile,
     )

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from planner.errors import InputError
 from planner.files import check_replaceable, check_writable, json_text, plain
@@ -28,9 +28,17 @@ LEAST_TIMEOUT_S = 60.0
 TIMEOUT_ITERATIONS = 10
 
 
+WHOLE_SHARE = 0.5
+"""All processes of a machine make the whole model where that takes at most so much of the memory that is free there."""
+
+
 @record
 class RunOptions:
-    """How a plan is run; the machines meet at ``endpoint`` (HOST:PORT of the first) where there are several."""
+    """How a plan is run; the machines meet at ``endpoint`` (HOST:PORT of the first) where there are several.
+
+    ``weights``: whether each process makes the whole model, or its own stages alone; auto: those, where the whole takes
+    too much memory. The weights are the same.
+    """
 
     steps: int = 20
     seed: int = 0
@@ -42,6 +50,7 @@ class RunOptions:
     checkpoints: Path | None = None
     checkpoint_every: int | None = None
     resume: bool = False
+    weights: Literal["auto", "whole", "own"] = "auto"
     record: bool = False
     save_profile: Path | None = None
 
@@ -95,6 +104,7 @@ def run_plan(path: Path, options: RunOptions, listener: Listener) -> Outcome | N
             checkpoint_every=options.checkpoint_every,
             resume=resumed,
             record=options.record,
+            in_parts=_in_parts(plan, options, num_local),
             device=device,
             folder=Path(folder),
             one_node=options.nnodes == 1,
@@ -208,6 +218,18 @@ def _resumed(plan: Plan, options: RunOptions) -> tuple[Path | None, int]:
             hint="--steps is the total: name more",
         )
     return found.resolve(), saved.step
+
+
+def _in_parts(plan: Plan, options: RunOptions, num_local: int) -> bool:
+    """Whether each process makes its own stages' weights alone. Raises InputError where that cannot be."""
+    if options.weights == "own" and options.verify:
+        raise InputError("--weights own: --verify trains the whole model in one process", hint="leave one of them out")
+    if options.weights != "auto" or options.verify:
+        return options.weights == "own"
+    from planner.measure.machine import free_bytes
+
+    whole = sum(stage.parameter_bytes for stage in plan.stages) * plan.parallel.tensor
+    return whole * num_local > WHOLE_SHARE * free_bytes("cpu")
 
 
 def _meeting(options: RunOptions) -> tuple[str, int]:

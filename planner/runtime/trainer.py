@@ -6,7 +6,7 @@ The same code trains a plan on many processes, and K = 1, one stage that holds e
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from planner.capture import (
     microbatch,
 )
 from planner.capture.batch import to_device
+from planner.capture.own import own_weights
 from planner.runtime.board import State, Writer
 from planner.runtime.clipping import Clipping
 from planner.runtime.executor import CudaStopwatch, Executor, HostStopwatch, Mark, Span, Stopwatch
@@ -60,10 +61,17 @@ def routes_of(capture: Capture, programs: Sequence[StageProgram], ranks: Sequenc
     )
 
 
-def initial_weights(model_file: ModelFile, seed: int) -> nn.Module:
-    """The model with the weights that model() gives on the CPU after manual_seed(seed): the same for every plan."""
-    with RandomStream(seed):
-        return model_file.model()
+def initial_weights(model_file: ModelFile, seed: int, *, wanted: Collection[str] | None = None) -> nn.Module:
+    """The model with the weights that model() gives on the CPU after manual_seed(seed): the same for every plan.
+
+    ``wanted``: the parameters that need to be there; they have the same values, the others are on meta.
+    """
+
+    def make() -> nn.Module:
+        with RandomStream(seed):
+            return model_file.model()
+
+    return make() if wanted is None else own_weights(make, wanted)
 
 
 class Trainer:

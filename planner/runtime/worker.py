@@ -135,6 +135,7 @@ class _Worker:
             microbatch_size=job.plan.batch.microbatch,
             device=str(self.device),
             seed=job.seed,
+            weightless=job.in_parts,
         )
         if captured.fingerprint != job.plan.model.fingerprint:
             raise InputError(
@@ -170,7 +171,14 @@ class _Worker:
         fingerprint = saved.model.fingerprint
         if fingerprint != job.plan.model.fingerprint:
             size, device = job.plan.batch.microbatch, str(self.device)
-            same = capture_as(model_file, fingerprint=fingerprint, microbatch_size=size, device=device, seed=job.seed)
+            same = capture_as(
+                model_file,
+                fingerprint=fingerprint,
+                microbatch_size=size,
+                device=device,
+                seed=job.seed,
+                weightless=job.in_parts,
+            )
             if same.fingerprint != fingerprint:
                 raise InputError(
                     f"{job.resume}: is a checkpoint of another model ({saved.model.name}, {fingerprint[:12]})",
@@ -216,8 +224,9 @@ class _Worker:
         job, plan = self.job, self.job.plan
         programs = self.programs = captured.stages([stage.layers for stage in plan.stages])
         found = routes_of(captured, programs, job.ranks)
-        for parameter in captured.module.parameters():  # all the model's, on this device: the run makes its own
-            parameter.data = parameter.data.new_empty(0)
+        if not job.in_parts:  # all the model's, on this device: the run makes its own
+            for parameter in captured.module.parameters():
+                parameter.data = parameter.data.new_empty(0)
         check_routes(job.schedule, found, num_microbatches=plan.batch.microbatches)
         rank_program = rank_programs(job.schedule, found, seconds=self._foretold)
         pairs = sorted({(sender, program.rank) for program in rank_program for sender in program.inbox})
@@ -244,7 +253,7 @@ class _Worker:
                 communicators.make(f"pipeline{self.replica}.{self.tensor_rank}", self.rank, plan.parallel.pipeline)
             )
         self.transport = transport
-        module = initial_weights(model_file, job.seed)
+        module = initial_weights(model_file, job.seed, wanted=self._own_parameters(captured) if job.in_parts else None)
         self._keep_unused(module)
         self.parts = self._tensor_parts(captured.sharding, module, communicators)
         return Trainer(
@@ -281,6 +290,13 @@ class _Worker:
         sharding.connect(group)
         sharding.take_parts(module)
         return TensorParts(splits=sharding.parameters, size=sharding.size, rank=sharding.rank, group=group)
+
+    def _own_parameters(self, captured: Capture) -> set[str]:
+        """Those that this process trains, or tells of."""
+        own = [program for program in self.programs if self.job.ranks[program.index] == self.rank]
+        used = {name for program in self.programs for name in program.parameters}
+        unused = {name for name, _ in captured.module.named_parameters()} - used
+        return {name for program in own for name in program.parameters} | (set() if self.global_rank else unused)
 
     def _keep_unused(self, module: nn.Module) -> None:
         """Process 0 keeps the parameters and buffers that no stage uses, as they belong to the model's weights."""
