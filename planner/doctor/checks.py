@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -195,6 +196,15 @@ def _processes(machine: dict[str, Any]) -> Iterator[Finding]:
     """Two processes that meet and send to each other, as the ranks of a run do."""
     if "torch" not in machine:
         return
+    fault = _loopback_fault()
+    if fault:
+        yield Finding(
+            name="processes",
+            state=State.BROKEN,
+            fact=f"this machine cannot connect to itself: 127.0.0.1: {fault}",
+            mend="bring its loopback interface up (ip link set lo up), or allow connections to localhost",
+        )
+        return
     device = "cuda" if len(machine["torch"]["gpus"]) > 1 else "cpu"
     where = "two GPUs" if device == "cuda" else "two processes"
     try:
@@ -220,15 +230,27 @@ def _processes(machine: dict[str, Any]) -> Iterator[Finding]:
     )
 
 
+def _loopback_fault() -> str:
+    """Why a connection to 127.0.0.1 fails; empty where it does not."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=10).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
 def _disk(_: dict[str, Any]) -> Iterator[Finding]:
-    yield _folder("this folder", Path.cwd(), "plans and profiles are written here: go to a folder of yours")
+    yield _folder(
+        "this folder", Path.cwd(), "plans and profiles are written here: free some room, or go to a folder of yours"
+    )
     asked = os.environ.get("TMPDIR")
     try:
         folder = Path(tempfile.gettempdir())
     except OSError as error:
         yield Finding(name="temporary folder", state=State.BROKEN, fact=str(error), mend="set TMPDIR to a folder")
         return
-    found = _folder("temporary folder", folder, "set TMPDIR to a folder with room")
+    found = _folder("temporary folder", folder, "free some room, or set TMPDIR to a folder that has it")
     if asked and found.state is State.OK and folder.resolve() != Path(asked).resolve():
         found = Finding(
             name=found.name,

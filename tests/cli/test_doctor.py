@@ -80,6 +80,26 @@ def test_a_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found.fact.startswith("/proc: ")
 
 
+def test_a_machine_that_cannot_connect_to_itself() -> None:
+    """In a network namespace whose loopback interface is down."""
+    code = (
+        "from planner.doctor import checks\n"
+        "(found,) = checks._processes({'torch': {'gpus': []}})\nprint(found.state, found.fact, found.mend, sep='|')"
+    )
+    words = ["unshare", "--map-root-user", "--net", sys.executable, "-c", code]
+    try:
+        made = subprocess.run(words, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+    except FileNotFoundError:
+        pytest.skip("needs unshare, of util-linux")
+    if made.returncode and "unshare" in made.stderr:
+        pytest.skip(f"needs network namespaces: {made.stderr.strip()}")
+    assert made.returncode == 0, made.stderr
+    state, fact, mend = made.stdout.strip().split("|")
+    assert state == "broken"
+    assert fact.startswith("this machine cannot connect to itself: 127.0.0.1: ")
+    assert "ip link set lo up" in mend
+
+
 @pytest.mark.parametrize(
     ("torch", "state", "said"),
     [
