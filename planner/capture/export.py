@@ -98,9 +98,12 @@ class WithLoss(nn.Module):
 
 def called(model: nn.Module, inputs: Any) -> Any:
     """The model's output: a dict of inputs is passed by keyword, a tuple by position."""
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+    try:
+        if isinstance(inputs, Mapping):
+            return model(**inputs)
+        return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+    except SystemExit as error:
+        raise RuntimeError(f"sys.exit({error.code!r}) was called") from error
 
 
 def export(model: nn.Module, model_file: ModelFile, batch: Batch, fakes: Fakes | None = None) -> Lifted:

@@ -159,7 +159,7 @@ class ModelFile:
             yield
         except InputError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise self.raised(error, function) from error
 
     def raised(self, error: BaseException, function: str) -> InputError:
@@ -226,7 +226,7 @@ def _run(path: Path) -> dict[str, Any]:
     except SyntaxError as error:
         line = f":{error.lineno}" if error.filename == str(path) and error.lineno else ""
         raise InputError(f"{path}{line}: is no valid Python ({error.msg})", hint="mend the syntax") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         line_number = user_line(error, path)
         where = f"{path}:{line_number}" if line_number else str(path)
         hint = "install it in this environment" if isinstance(error, ImportError) else "mend it in the model file"

@@ -63,6 +63,17 @@ WRONG = {
     "syntax": ("def model(:\n", ":1: is no valid Python", "syntax"),
     "missing import": ("import nosuchmodule\n", ":1: raised ModuleNotFoundError", "install"),
     "raises at top": (HEAD + "x = 1 / 0\n", ":3: raised ZeroDivisionError", "mend"),
+    "leaves at top": (HEAD + "import sys\nsys.exit(3)\n", ":4: raised SystemExit: 3", "mend"),
+    "model leaves": (
+        HEAD + "def model():\n    quit()\n" + BATCH + LOSS,
+        ":4: model() raised SystemExit",
+        "mend",
+    ),
+    "forward leaves": (
+        net("import sys\nsys.exit()"),
+        ":9: model()'s forward() raised RuntimeError: sys.exit(None) was called",
+        "mend",
+    ),
     "global_batch": (GOOD + "global_batch = 0\n", "global_batch is 0", "1 or more"),
     "leaves": (GOOD + "leaves = 'a'\n", "leaves is 'a'", "module names"),
     "leaves of no module": (GOOD + "leaves = ['zz']\n", "leaves names 'zz'", "correct"),
