@@ -88,6 +88,11 @@ def planned(path: Path, *, system: str) -> Planned:
     )
     if profile.provenance == "imported":
         made.refuse("layers of an imported profile, which name no modules of a model", "profile the model file itself")
+    if said.parallel.zero1:
+        made.refuse(
+            "an optimizer whose state is spread over the replicas (parallel.zero1) as pipeplan export writes it",
+            "solve without --zero1, and switch it on in that system's own settings",
+        )
     _refuse_what_is_no_run(made, [[index for index, _ in stage] for stage in cut])
     return made
 

@@ -66,9 +66,9 @@ def shape_words(shown: Overview) -> str:
     if sizes.virtual > 1:
         words[-1] += f" ({sizes.virtual} a rank, {schedule.placement.value})"
     if sizes.data > 1:
-        words.append(counted(sizes.data, "replica"))
+        words.append(counted(sizes.data, "replica") + (", ZeRO-1" if sizes.zero1 else ""))
     if sizes.tensor > 1:
-        words.append(f"layers over {sizes.tensor} ranks")
+        words.append(f"layers over {sizes.tensor} ranks" + (", tokens too" if sizes.sequence else ""))
     words.append(f"{counted(batch.microbatches, 'micro-batch', 'es')} of {batch.microbatch}")
     return ", ".join([*words, schedule.name.value])
 

@@ -189,6 +189,15 @@ def _no(path: Path, target: str) -> str:
 
 
 @pytest.mark.parametrize("target", TARGETS)
+def test_a_sharded_optimizer(tmp_path: Path, target: str) -> None:
+    path = saved(tmp_path, row_profile(6), 2)
+    text = path.read_text()
+    path.write_text(text.replace("tensor: 1}", "tensor: 1, zero1: true}"))
+    assert path.read_text() != text
+    assert "(parallel.zero1)" in refused(pipeplan("export", path, "--to", target))
+
+
+@pytest.mark.parametrize("target", TARGETS)
 def test_a_skip_over_stages(tmp_path: Path, target: str) -> None:
     path = saved(tmp_path, row_profile(6, skip=True), 2, 5)
     assert "a skip over stages: layer head of stage 2 reads token of stage 0" in _no(path, target)
