@@ -2,7 +2,8 @@
 
 Per rank with stages k0 < k1 < ..., for every order of actions:
 
-    loads       T >= F's and links before ka + M · (load of the rank - F of its first a) + step
+    loads       T >= F's and links before ka + M · (load of the rank - F of its first a) + step, where a > 0 only if all
+                gradients come back
     links       per ordered pair of ranks:  T >= first message's start + M · (seconds of all messages, both ways)
     reduces     T >= least over trained k of M · (F of own stages up to k, I from k on, W of k)
                      + all of the rank's all-reduces + step
@@ -98,7 +99,7 @@ class Listed:
             own = [k for k, home in enumerate(self.rank_of) if home == rank]
             step = self.trainable[:, own].sum(axis=1) * step_s
             works = count * self.load[:, own].sum(axis=1)
-            for k in own:
+            for k in own if self.layers.comes_back[1:-1].all() else own[:1]:  # else backwards may come before ka
                 bounds = np.maximum(bounds, self.heads[:, k] + works + step)
                 works = works - count * self.forward[:, k]
             bounds = np.maximum(bounds, self._reduced(rank, own) + step)

@@ -213,14 +213,13 @@ def _greedy(walk: Walk, bound_s: float, trial: _Trial, *, quick: bool) -> Iterat
         rules = rules[:1]
     windows: tuple[int | None, ...] = (None,)
     aheads: tuple[tuple[int, ...] | None, ...] = (None,)
-    if limit is not None and len(job.stages) > job.num_ranks:
-        yield from _shared(walk, budgets, rules, bound_s, trial, quick=quick)
-        windows = (None, *_windows(walk)) if actions <= _GREEDY_MOST else ()
+    several = limit is not None and len(job.stages) > job.num_ranks
+    if several:
+        windows = (None,) if quick or actions > _GREEDY_MOST else (None, *_windows(walk))
     elif limit is not None:
         aheads = tuple(_aheads(walk, slack) for slack in ((1,) if quick else (0, 1, 2)))
     for (split, turn, alternate), window, ahead in itertools.product(rules, windows, aheads):
-        near = NEAR if quick and window is not None else _EQUAL
-        if trial.best is not None and trial.best.iteration_s <= bound_s * (1 + near):
+        if trial.best is not None and trial.best.iteration_s <= bound_s * (1 + _EQUAL):
             return
         rule = Rule(
             split=split,
@@ -235,6 +234,8 @@ def _greedy(walk: Walk, bound_s: float, trial: _Trial, *, quick: bool) -> Iterat
         schedule = within(walk, rule, limit, tries=2 if quick else 6)
         if schedule is not None:
             yield schedule
+    if several:
+        yield from _shared(walk, budgets, rules, bound_s, trial, quick=quick)
 
 
 def _shared(
@@ -249,8 +250,11 @@ def _shared(
     """Orders whose stages share each rank's memory by the length of their round trips."""
     spare, limit = less_messages(walk, budgets), memory_limit(walk.job.cluster)
     seen: set[tuple[tuple[int, ...], bool, Turn, bool]] = set()
-    for stretch, (split, turn, alternate) in itertools.product(reversed(STRETCHES), rules):
-        if trial.best is not None and trial.best.iteration_s <= bound_s * (1 + _EQUAL):
+    stretches, near = (STRETCHES[:2], NEAR) if quick else (STRETCHES, _EQUAL)
+    if len(rules) == 1:
+        rules = [(rules[0][0], rules[0][1], True)]
+    for stretch, (split, turn, alternate) in itertools.product(stretches, rules):
+        if trial.best is not None and trial.best.iteration_s <= bound_s * (1 + near):
             return
         depths = stretched(walk, spare, stretch, 1.0, split=split)
         if depths is None or (depths, split, turn, alternate) in seen:

@@ -13,16 +13,27 @@ from planner.schedules import ScheduleName
 from planner.search.incumbent import topological_orders
 from planner.search.lattice import Bools, Floats, Ints
 from planner.search.orders import Order
+from planner.search.pairs import paired
 from planner.search.passes import Passes
 from planner.search.state import CUT_ACTIONS, EQUAL, Cut, Item, Search
 from planner.simulate import Walk, simulate
 
-QUICK_CUTS: Final = 2
+QUICK_CUTS: Final = 4
 """Cuts timed in a configuration at first sight."""
-FIRST_PASSES: Final = (1.0, 0.6, 0.3)
+FIRST_PASSES: Final = (1.0, 0.6, 0.5, 0.3)
 """Starts of the cuts with several stages a rank: the first stage of each rank against its others."""
 PASS_ACTIONS: Final = 200
 """What sliding the windows over such a cut takes, in simulated actions for each stage."""
+PAIR_ROUNDS: Final = 8
+"""Pairs of boundaries moved, one after another, in a cut that is timed."""
+PAIRED_STAGES: Final = 80
+"""With more stages boundaries are not moved in pairs."""
+PAIR_ACTIONS: Final = 200
+"""What that takes, in simulated actions for each stage."""
+FEWER: Final = 1.05
+"""By how much a rough cut may look worse that recomputes less, and yet be tried first."""
+HOPELESS: Final = 1.04
+"""A configuration with a cut so many times slower than the best is left at its first look."""
 SEARCH_ON: Final = 1.5
 """Up to how many times the effort of the first looks is spent before and on searching on from random starts."""
 STARTS: Final = 12
@@ -48,16 +59,21 @@ class Several:
         made: list[tuple[float, int, tuple[int, ...], tuple[bool, ...], Passes]] = []
         for order in orders:
             passes = Passes(self.search.bounds.layers(configuration), configuration, order)
-            for again in self._recomputing(passes):
-                for first in FIRST_PASSES if configuration.pipeline > 1 else (1.0,):
+            for turn, again in enumerate(self._recomputing(passes)):
+                firsts = FIRST_PASSES if turn == 0 else FIRST_PASSES[:2]
+                for first in firsts if configuration.pipeline > 1 else (1.0,):
                     marks = passes.better(passes.start(first, again), again)
                     self.search.bounds.spent += PASS_ACTIONS * passes.num_stages
-                    worth = passes.worth(marks, again)
-                    made.append((worth, len(made), tuple(marks.tolist()), tuple(again.tolist()), passes))
-        for worth, _, found, flags, passes in sorted(made, key=lambda entry: entry[:2])[:QUICK_CUTS]:
+                    for cut in (marks, self._paired(passes, marks, again)) if turn == 0 else (marks,):
+                        worth = passes.worth(cut, again)
+                        made.append((worth, len(made), tuple(cut.tolist()), tuple(again.tolist()), passes))
+        by_promise = sorted(made, key=lambda entry: (entry[0] + _longest_s(entry[4], entry[2]), entry[1]))
+        for worth, _, found, flags, passes in by_promise[:QUICK_CUTS]:
             if worth > state.best_s * (1 + EQUAL) or (self.search.spent() > 0 and state.best is not None):
                 return
-            self._feed_back(item, passes, np.array(found), np.array(flags))
+            seconds = self._feed_back(item, passes, np.array(found), np.array(flags))
+            if HOPELESS * state.best_s < seconds < math.inf:
+                return
 
     def search_on(self) -> None:
         """With what effort is left: the nearest configurations with several stages a rank, from random starts."""
@@ -77,8 +93,9 @@ class Several:
                 )
                 again = np.array([stage.recompute for stage in one.stages])
                 tries = []
-                for _ in range(STARTS):
+                for turn in range(STARTS):
                     marks = passes.better(passes.at(self._targets(passes, rng)), again)
+                    marks = self._paired(passes, marks, again) if turn % 2 else marks
                     self.search.bounds.spent += PASS_ACTIONS * passes.num_stages
                     tries.append((passes.worth(marks, again), tuple(marks.tolist())))
                 worth, best = min(tries)
@@ -86,6 +103,13 @@ class Several:
                     self._feed_back(item, passes, np.array(best), again)
                 else:
                     self.search.bounds.spent += CUT_ACTIONS + 20 * len(self.search.graph)
+
+    def _paired(self, passes: Passes, marks: Ints, again: Bools) -> Ints:
+        """The cut after some rounds of pairs of moves; none where there are too many stages."""
+        if passes.num_stages > PAIRED_STAGES or passes.configuration.pipeline == 1:
+            return marks
+        self.search.bounds.spent += PAIR_ACTIONS * passes.num_stages
+        return paired(passes, marks, again, PAIR_ROUNDS)
 
     @staticmethod
     def _targets(passes: Passes, rng: np.random.Generator) -> Floats:
@@ -103,24 +127,28 @@ class Several:
         step = max(1, passes.configuration.pipeline // 2)
         choices = [np.arange(stages) < first for first in range(0, stages + step, step)]
         worths = [passes.worth(passes.start(1.0, again), again) for again in choices]
-        best = sorted(range(len(choices)), key=lambda place: (worths[place], place))
+        enough = FEWER * min(worths)  # starts are rough: what recomputes less is taken where it is nearly as good
+        best = sorted(range(len(choices)), key=lambda place: (max(worths[place], enough), place))
         return [choices[place] for place in best[:2] if math.isfinite(worths[place])]
 
-    def _feed_back(self, item: Item, passes: Passes, marks: Ints, again: Bools) -> None:
-        """Time a cut; then cuts that take from the ranks that waited longer than their rows say."""
+    def _feed_back(self, item: Item, passes: Passes, marks: Ints, again: Bools) -> float:
+        """Time a cut; then cuts that take from the ranks that waited longer than their rows say; the best time."""
         bound = self.search.bounds.known(item.configuration, fused=item.fused)
         passes.extra_s = passes.extra_s * 0.0
         best = math.inf
         for _ in range(FEEDBACKS):
             order = self.search.time_cut(item, self._along(passes, marks), tuple(again.tolist()), bound, quick=True)
             if order is None or order.iteration_s >= best * (1 - 1e-6) or self.search.spent() > 0:
-                return
+                return best
             best = order.iteration_s
+            if best > HOPELESS * self.search.state.best_s:
+                return best
             ends = np.array(self._ends(item, passes, marks, again, order))
             passes.extra_s = np.maximum(ends - (passes.rows(marks, again) - passes.extra_s), 0.0)
             marks = passes.better(marks, again)
             if passes.worth(marks, again) >= best * (1 - 1e-6):
-                return
+                return best
+        return best
 
     def _ends(self, item: Item, passes: Passes, marks: Ints, again: Bools, order: Order) -> list[float]:
         """When each rank is done with all it has to do."""
@@ -136,3 +164,8 @@ class Several:
             [self.search.graph.names[layer] for layer in passes.order[low:high]]
             for low, high in pairwise(marks.tolist())
         ]
+
+
+def _longest_s(passes: Passes, marks: tuple[int, ...]) -> float:
+    """The load of the longest stage: about what others wait for it on top of their rows."""
+    return float(np.diff(passes.load[np.array(marks)]).max())

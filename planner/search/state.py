@@ -68,7 +68,7 @@ class Item(NamedTuple):
     def look_actions(self) -> int:
         """About what it takes to look at it, in simulated actions: a few greedy orders, each several times its own."""
         stages = self.configuration.pipeline * self.configuration.virtual
-        return (4 if self.fused else 24) * stages * self.configuration.num_microbatches
+        return (4 if self.fused else 15) * stages * self.configuration.num_microbatches
 
 
 @dataclass(slots=True)

@@ -42,7 +42,8 @@ class Visit:
         asked = [names for names in families if names]
         return [
             Item(c, names)
-            for c in self.search.configurations  # with one stage all orders are alike
+            # with one stage all orders are alike; among equal bounds more stages a rank first: they fill sooner
+            for c in sorted(self.search.configurations, key=lambda c: -c.virtual)
             for names in (asked[-1:] if c.pipeline == 1 and c.virtual == 1 else asked)
         ]
 
@@ -82,7 +83,7 @@ class Visit:
                 return
             if level == 0:
                 exact = self.search.bounds.refine(item.configuration, fused=item.fused, best_s=state.best_s)
-                heapq.heappush(waiting, (exact, 1, index))
+                heapq.heappush(waiting, (_rounded(exact) if item.configuration.virtual > 1 else exact, 1, index))
             else:
                 if item.look_actions < (self._first_look() if state.best is None else -self.search.spent()):
                     state.solved.add(item.configuration)
@@ -158,3 +159,11 @@ class Visit:
                     )
             if self.search.spent() > 0:
                 return
+
+
+def _rounded(bound_s: float) -> float:
+    """A bound that is at most 0.1 % lower, and the same for configurations that a solver's last digits tell apart."""
+    if not 0 < bound_s < math.inf:
+        return bound_s
+    step = 10.0 ** (math.floor(math.log10(bound_s)) - 3)
+    return math.floor(bound_s / step) * step
