@@ -13,6 +13,7 @@ import torch
 
 from planner.allocator import keep_freed_memory
 from planner.capture import Capture, CapturedEdge, ModelFile, capture
+from planner.capture.export import called
 from planner.errors import InputError
 from planner.measure.held import HeldBytes, measure_held
 from planner.measure.layerwise import TooLargeError, measure_layerwise, optimizer_weights
@@ -214,8 +215,15 @@ def profiled_model(model_file: ModelFile, captured: Capture, folder: Path) -> Pr
     return ProfiledModel(name=model_file.name, source=source, fingerprint=captured.fingerprint)
 
 
-def _model_raised(model_file: ModelFile, error: BaseException) -> Exception:
-    """A fault that only training shows, such as a tensor changed in place that its backward still needs."""
+def _model_raised(model_file: ModelFile, size: int, error: BaseException) -> Exception:
+    """A fault that only computing shows: dtypes that do not go together, a tensor changed that its backward needs."""
+    try:
+        batch = model_file.batch(size)
+        model_file.loss(called(model_file.model(), batch.inputs), batch.target)
+    except InputError as fault:
+        return fault
+    except Exception as fault:  # noqa: BLE001 - the user's code may raise anything
+        return model_file.raised(fault, "model()'s forward")
     said = str(error).strip().splitlines()
     return InputError(
         f"{model_file.path}: training one micro-batch raised {type(error).__name__}: {said[0] if said else ''}",
@@ -265,7 +273,7 @@ def _capture(model_file: ModelFile, asked: Asked, size: int, *, weightless: bool
 def _left_out(model_file: ModelFile, size: int, error: Exception) -> LeftOut:
     """What did not fit. Raises InputError where it is another fault than a lack of memory."""
     if not _is_out_of_memory(error):
-        raise _model_raised(model_file, error) from error
+        raise _model_raised(model_file, size, error) from error
     return LeftOut(microbatch_size=size, reason=str(error).strip().splitlines()[0])
 
 
