@@ -223,11 +223,11 @@ def capture_as(
 # --- records ----------------------------------------------------------------------------------------------------------
 
 
-def layers_of(analysis: Analysis, module: nn.Module) -> tuple[CapturedLayer, ...]:
-    """The record of every layer."""
+def layers_of(analysis: Analysis, module: nn.Module, *, gathered: object = None) -> tuple[CapturedLayer, ...]:
+    """The record of every layer. ``gathered``: the function whose outputs backward makes anew instead of keeping."""
     roles = analysis.lifted.roles
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    saved = _saved_bytes(analysis)
+    saved = _saved_bytes(analysis, gathered)
     made = []
     for index, part in enumerate(analysis.segments):
         held: dict[Role, list[str]] = {Role.PARAMETER: [], Role.BUFFER: []}
@@ -257,7 +257,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _saved_bytes(analysis: Analysis) -> list[int]:
+def _saved_bytes(analysis: Analysis, gathered: object) -> list[int]:
     """What each layer's forward keeps: storages once, where they were made; not parameters, buffers, inputs."""
     trace, layer_of = analysis.trace, analysis.layer_of
     owned: list[set[int]] = [set() for _ in analysis.segments]
@@ -265,7 +265,7 @@ def _saved_bytes(analysis: Analysis) -> list[int]:
         for node in part.nodes:
             for storage in trace.facts[node].saved:
                 maker = trace.maker[storage]
-                if maker.op != "placeholder":
+                if maker.op != "placeholder" and (gathered is None or maker.target != gathered):
                     owned[layer_of.get(maker, index)].add(storage)
     return [sum(trace.storage_bytes[storage] for storage in storages) for storages in owned]
 

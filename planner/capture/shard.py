@@ -47,6 +47,7 @@ def shard(captured: Capture, *, tensor: int, rank: int = 0, sequence: bool = Fal
         late=tuple(sorted(roles[node][1] for node in plan.late if node in roles)),
         layers=(),
         collectives=collectives,
+        sequence=sequence,
     )
     module = _part_of(captured.module, sharding)
     with RandomStream(captured.seed):
@@ -59,7 +60,7 @@ def shard(captured: Capture, *, tensor: int, rank: int = 0, sequence: bool = Fal
         captured,
         module=module,
         analysis=analysis,
-        layers=layers_of(analysis, module),
+        layers=layers_of(analysis, module, gathered=collectives.gather_entering),
         edges=_local_edges(captured, {name: _bytes_of(analysis, node) for name, node in sizes.items()}),
         sharding=sharding,
     )
@@ -149,7 +150,8 @@ def _exchanged(local: Analysis, collectives: Collectives) -> tuple[list[Exchange
         elif node.target in (collectives.gather, collectives.gather_entering):
             add("F", layer, _bytes_of(local, node), half=True)
             if node.target == collectives.gather_entering and flows:
-                add("I", layer, _bytes_of(local, node), half=True)
+                for _ in ("gathered again", "summed"):
+                    add("I", layer, _bytes_of(local, node), half=True)
         elif node.target == collectives.leave_in_parts:
             add("F", layer, _bytes_of(local, node.args[0]), half=True)
             if flows:

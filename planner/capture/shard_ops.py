@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from planner.capture.seeds import folded
 from planner.capture.shard_split import Split
@@ -38,6 +39,24 @@ class TensorGroup(Protocol):
         """Wait for what was begun."""
 
 
+class _Gathered:
+    """What ranks gathered of their parts: kept as this rank's part, and gathered again when a backward needs it."""
+
+    def __init__(self, part: Tensor, split: Split, collectives: Collectives) -> None:
+        self._part, self._split, self._collectives = part, split, collectives
+        self._whole: Tensor | None = None
+
+    def whole(self) -> Tensor:
+        """All of it; gathered once for all ops of a layer, in the same order on all ranks."""
+        if self._whole is None:
+            self._whole = self._collectives.gathered(self._part, self._split)
+        return self._whole
+
+    def let_go(self) -> None:
+        """Their backwards have run."""
+        self._whole = None
+
+
 class Collectives:
     """The functions that a rank's graph calls. Without a ``group`` nothing is exchanged: for tracing and timing."""
 
@@ -45,6 +64,23 @@ class Collectives:
         self.size = size
         self.rank = rank
         self.group: TensorGroup | None = None
+        self._gathered: dict[int, tuple[StorageWeakRef, _Gathered]] = {}
+
+    def keeping_parts(self) -> contextlib.AbstractContextManager[Any]:
+        """Within it what is gathered is kept for the backward as this rank's part alone."""
+        self._gathered.clear()
+        return torch.autograd.graph.saved_tensors_hooks(self._kept, _taken_out)
+
+    def note_gathered(self, whole: Tensor, kept: _Gathered) -> None:
+        """Know it again where an op keeps it."""
+        storage = whole.untyped_storage()
+        self._gathered[storage._cdata] = StorageWeakRef(storage), kept
+
+    def _kept(self, tensor: Tensor) -> Any:
+        _, kept = self._gathered.get(tensor.untyped_storage()._cdata, (None, None))
+        if kept is None:
+            return tensor
+        return kept, tensor.shape, tensor.stride(), tensor.storage_offset()
 
     def enter(self, x: Tensor) -> Tensor:
         """A whole tensor as the ops of one layer read it that do a part each."""
@@ -241,10 +277,29 @@ class _Gather(torch.autograd.Function):
         return part.clone(memory_format=torch.contiguous_format), None, None
 
 
-class _GatherEntering(_Gather):
+class _GatherEntering(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, split: Split, collectives: Collectives) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.split, ctx.collectives = split, collectives
+        ctx.save_for_backward(x)  # so that it counts as kept
+        ctx.kept = _Gathered(x.detach(), split, collectives)
+        whole = collectives.gathered(x, split)
+        collectives.note_gathered(whole, ctx.kept)
+        return whole
+
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        ctx.kept.let_go()
         return None if gradient is None else ctx.collectives.scattered(gradient, ctx.split), None, None
+
+
+def _taken_out(kept: Any) -> Tensor:
+    if isinstance(kept, Tensor):
+        return kept
+    gathered, shape, stride, offset = kept
+    whole: Tensor = gathered.whole()
+    return whole.as_strided(shape, stride, offset)
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -45,7 +45,8 @@ class Sharding:
     """How a model is split over ``size`` tensor ranks, and which of them this is.
 
     ``parameters``: those that each rank holds a part of; all others are the same on every rank, and so are their
-    gradients but for those of ``late``, which are to be summed over the ranks once a step.
+    gradients but for those of ``late``, which are to be summed over the ranks once a step. ``sequence``: what is whole
+    between split ops is held in parts over the tokens.
     """
 
     size: int
@@ -54,6 +55,7 @@ class Sharding:
     late: tuple[str, ...]
     layers: tuple[LayerSharding, ...]
     collectives: Collectives = field(repr=False)
+    sequence: bool = False
 
     def connect(self, group: TensorGroup) -> None:
         """From now on the graph's sums go over this group."""

@@ -7,6 +7,7 @@ has its own leaf of a tied parameter, and those are added once a step in descend
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -107,12 +108,14 @@ class Stage:
         given = [flat[number] for number in self.program.inputs]
         tensors = [received[boundary.name] for boundary in self.program.receives]
         if not self.recompute:
-            self._pending[microbatch], outputs = self._run(self._buffers, given, tensors, key, split)
+            with self._keeping():
+                self._pending[microbatch], outputs = self._run(self._buffers, given, tensors, key, split)
             return self._forwarded(outputs)
         before = [b.clone() if changed else b for b, changed in zip(self._buffers, self._changed, strict=True)]
 
         def again() -> _Pending:
-            return self._run(before, given, tensors, key, split)[0]
+            with self._keeping():
+                return self._run(before, given, tensors, key, split)[0]
 
         self._pending[microbatch] = _Pending(again=again)
         # with its autograd graph, since kernels are chosen by it, but nothing is saved
@@ -232,6 +235,13 @@ class Stage:
         if program.has_loss:
             pending.loss = get_gradient_edge(outputs[-1])
         return pending, outputs
+
+    def _keeping(self) -> contextlib.AbstractContextManager[Any]:
+        """How a forward keeps tensors for its backward: what tensor ranks gathered as their parts alone."""
+        sharding = self.program.sharding
+        if sharding is None or not sharding.sequence:
+            return contextlib.nullcontext()
+        return sharding.collectives.keeping_parts()
 
     def _split_weights(self) -> list[Tensor]:
         if not self._detached:

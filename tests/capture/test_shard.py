@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -250,11 +251,20 @@ def loss(output, target):
 
 
 class Counting(Gloo):
-    """Notes what passes: the bytes of each sum (a largest counts as one)."""
+    """Notes what passes: the bytes of each sum (a largest counts as one); a gather or a scatter is half of one."""
 
     def __init__(self, group: Gloo) -> None:
         self._group = group._group
         self.bytes: list[int] = []
+        self.halves: list[int] = []
+
+    def gather(self, tensor: torch.Tensor, size: int) -> list[torch.Tensor]:
+        self.halves.append(tensor.nbytes * size)
+        return super().gather(tensor, size)
+
+    def start_scatter(self, own: torch.Tensor, whole: torch.Tensor) -> Any:
+        self.halves.append(whole.nbytes)
+        return super().start_scatter(own, whole)
 
     def sum(self, tensor: torch.Tensor) -> None:
         self.bytes.append(tensor.nbytes)
@@ -298,6 +308,37 @@ def test_forward_and_backward_input_exchange_what_is_told_and_backward_weight_no
         # two sums a block each way, of [samples, words, width] in four bytes; one of words read, one before the head
         assert sorted(forward)[-5:] == [2 * 64 * 128 * 4] * 5
         assert backward_input == [2 * 64 * 128 * 4] * 5
+
+
+def test_with_tokens_in_parts_gathers_and_scatters_are_told_too(tmp_path: Path) -> None:
+    """What is gathered again for the backward as well; nothing in W."""
+    captured = captured_of(tmp_path / "gpt.py", (EXAMPLES / "gpt.py").read_text().replace("BLOCKS = 12", "BLOCKS = 1"))
+
+    def work(group: Gloo, rank: int) -> list[tuple[float, int]]:
+        own = shard(captured, tensor=2, rank=rank, sequence=True)
+        counting = Counting(group)
+        assert own.sharding is not None
+        own.sharding.connect(counting)
+        (program,) = own.stages([[layer.name for layer in own.layers]])
+        stage = Stage(program, own.module, defer=False)
+        made = []
+        for action in (
+            lambda: stage.forward(0, *captured.batch, {}, RandomKey(0, 0, 0), split=True),
+            lambda: stage.backward_input(0, {}, 1.0),
+            lambda: stage.backward_weight(0),
+        ):
+            action()
+            count = len(counting.bytes) + len(counting.halves) / 2
+            made.append((count, sum(counting.bytes) + sum(counting.halves) // 2))
+            counting.bytes.clear()
+            counting.halves.clear()
+        return made
+
+    told = shard(captured, tensor=2, sequence=True).sharding
+    assert told is not None
+    rows = [[layer.forward for layer in told.layers], [layer.backward_input for layer in told.layers]]
+    sums = [(sum(row.count for row in one), sum(row.bytes for row in one)) for one in rows]
+    assert each_rank(2, work) == [[*sums, (0, 0)]] * 2
 
 
 def test_a_model_without_linear_layers_cannot_be_split(tmp_path: Path) -> None:
@@ -423,6 +464,9 @@ def test_tokens_in_parts_give_what_one_process_gives(tmp_path: Path) -> None:
     assert [differences(one, other) for other in others] == [[]]
     own = shard(captured, tensor=2, sequence=True)
     assert _bytes_between(own) == _bytes_between(captured) / 2
+    saved = [sum(layer.saved_bytes for layer in one.layers) for one in (captured, shard(captured, tensor=2), own)]
+    assert saved[2] < 0.51 * saved[0]
+    assert saved[2] < 0.75 * saved[1]
 
 
 # outputs of the one linear layer, inputs of the other, what else the model holds, what lies after the two, as for RULES
