@@ -3,6 +3,7 @@
     list      every cut of every configuration whose bound is below the best time
     settle    cut by cut, least bound first: branch and bound over warm-ups and recompute (warmups.py)
     climb     where that is too much: warm-ups near the usual ones and near what they lead to
+    invent    orders of their own, for the nearest of the cuts that remain: what no schedule has may be faster still
 
 What bounds alone cannot settle (several stages a rank, schedules with backwards in two parts) is settled so on small
 graphs. ``complete`` says whether everything was looked at.
@@ -10,6 +11,7 @@ graphs. ``complete`` says whether everything was looked at.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import heapq
 import itertools
@@ -33,16 +35,20 @@ from planner.search.space import Asked, Configuration
 from planner.search.warmups import Branching, Effort, OutOfEffortError, Rows, rows_of, with_recompute
 from planner.simulate import Job, Walk, simulate
 from planner.simulate.memory import resident_bytes
+from planner.simulate.synthesise import synthesise
 
 MOST_LAYERS: Final = 12
 """Larger graphs are not tried."""
 _LIST: Final = 10_000_000
 _SETTLE: Final = 6_000_000
 _CLIMB: Final = 600_000
-"""What listing, settling and climbing may take, in simulated actions (about a microsecond each)."""
+_INVENT: Final = 250_000
+"""What listing, settling, climbing and inventing may take, in simulated actions (about a microsecond each)."""
 _READY: Final = 400
 _SIMULATED: Final = 80
 """What making a cut ready takes, what each simulation on top."""
+_ORDERS, _SWAPS = 150, 40
+"""How many times its actions an order of its own takes; swaps on its critical path."""
 _SOON: Final = (10, 30, 100)
 _OFTEN: Final = 300
 """After so many listed cuts the nearest of them is settled, so that fewer are left to list."""
@@ -87,12 +93,14 @@ class Exhaust:
         """Whatever is faster than a time that is reached; ``pulse`` is called now and then, and may raise."""
         self.than_s = than_s
         begun: list[_Begun] = []
+        soon: list[_Begun] = []
         try:
             listing = Effort(self.asked.effort * _LIST, pulse)
             for number, one in enumerate(self._listed(configurations, listing)):
                 heapq.heappush(begun, one)
                 if number in _SOON or number % _OFTEN == _OFTEN - 1:
-                    yield from self._settled(heapq.heappop(begun), listing)
+                    soon.append(heapq.heappop(begun))
+                    yield from self._settled(soon[-1], listing)
         except OutOfEffortError:
             self.complete = False
         for pass_, effort in ((self._settled, _SETTLE), (self._climbed, _CLIMB)):
@@ -104,7 +112,13 @@ class Exhaust:
             except OutOfEffortError:
                 self.complete = False
             if self.complete:
-                return
+                break
+        if ScheduleName.SYNTHESISED in self.asked.schedules:
+            inventing = Effort(self.asked.effort * _INVENT, pulse)
+            with contextlib.suppress(OutOfEffortError):
+                for one in sorted((*soon, *begun)):
+                    if self._beats(one.bound_s):
+                        yield from self._invented(one, inventing)
 
     def _beats(self, seconds: float) -> bool:
         return seconds < self.than_s * (1 - _EQUAL)
@@ -225,6 +239,24 @@ class Exhaust:
                     near = [entry for entry in _near(shape, warmup, again, self.choices) if entry not in seen]
                     seen.update(near)
                     waiting += near
+
+    def _invented(self, one: _Begun, effort: Effort) -> Iterator[Candidate]:
+        """An order of its own, with no stage or all recomputing."""
+        job = self._job(one.configuration, one.ideals, limited=True)
+        for choice in self.choices:
+            effort.spend(_ORDERS * 3 * len(job.stages) * job.num_microbatches)
+            walk = Walk(with_recompute(job, (choice,) * len(job.stages)))
+            order = synthesise(walk, steps=_SWAPS, bound_s=one.bound_s)
+            timeline = simulate(walk, order, levels=False) if order is not None else None
+            if timeline is not None and self._beats(timeline.iteration_s):
+                self.than_s = timeline.iteration_s
+                yield Candidate(
+                    configuration=one.configuration,
+                    job=walk.job,
+                    schedule=ScheduleName.SYNTHESISED,
+                    warmup=None,
+                    timeline=timeline,
+                )
 
     def _timed(
         self,

@@ -122,6 +122,22 @@ def test_nothing_is_faster_than_the_plan_at_length(seed: int) -> None:
     check_against_brute_force(seed, most_jobs=1500, most_warmups=150)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(400, 520))
+def test_orders_of_its_own_only_improve_on_schedules(seed: int) -> None:
+    profile, asked = random_question(random.Random(seed))
+    named = dataclasses.replace(asked, schedules=NAMES, virtual=(1, 2))
+    try:
+        found = found_for(profile, named)
+    except InputError:
+        return
+    own = found_for(profile, dataclasses.replace(named, schedules=(*NAMES, ScheduleName.SYNTHESISED)))
+    assert own is not None or found is None
+    if own is not None and found is not None:
+        assert own.best.iteration_s <= found.best.iteration_s * (1 + 1e-9) or not found.proven
+        assert own.bound_s <= own.best.iteration_s
+
+
 @pytest.mark.parametrize("seed", range(300, 312))
 def test_where_ideals_are_too_many_the_ilp_takes_over(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cuts along orders, then the ILP's: what it calls proven is what looking at every ideal finds."""
