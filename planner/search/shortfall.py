@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Final
 
 from planner.cluster import memory_limit
 from planner.errors import InputError, NothingFitsError
@@ -19,9 +18,6 @@ from planner.search.lean import KnownFigures, fewest_ranks, leanest
 from planner.search.result import Candidate
 from planner.search.space import EVERY, Asked
 from planner.units import format_bytes
-
-_FEW_GPUS: Final = 16
-"""So many are tried one after another."""
 
 
 @record
@@ -137,7 +133,7 @@ def _fitting(graph: LayerGraph, asked: Asked, limit: int, known: KnownFigures) -
 def _more_gpus(graph: LayerGraph, asked: Asked, limit: int, known: KnownFigures) -> int | None:
     """The fewest GPUs found that fit; None: not even one for each layer does, or the sizes asked for leave no room.
 
-    Where they are many, from an estimate on; then up until a plan does fit.
+    From an estimate on, up until a plan does fit.
     """
     copies = min(asked.data or (1,))
     most = max(asked.gpus, len(graph)) * copies * min(asked.tensor or (1,))
@@ -145,12 +141,10 @@ def _more_gpus(graph: LayerGraph, asked: Asked, limit: int, known: KnownFigures)
     def asked_with(gpus: int) -> Asked:
         return dataclasses.replace(asked, gpus=gpus)
 
-    gpus, step = asked.gpus + 1, 1
-    if most > _FEW_GPUS:
-        ranks = fewest_ranks(graph, asked_with(most), limit, known)
-        if not math.isfinite(ranks) or (asked.pipeline is not None and ranks > max(asked.pipeline)):
-            return None
-        gpus = max(gpus, int(ranks) * copies)
+    ranks = fewest_ranks(graph, asked_with(most), limit, known)
+    if not math.isfinite(ranks) or (asked.pipeline is not None and ranks > max(asked.pipeline)):
+        return None
+    gpus, step = max(asked.gpus + 1, int(ranks) * copies), 1
     while gpus <= most:
         if _fitting(graph, asked_with(gpus), limit, known) is not None:
             return gpus
