@@ -79,6 +79,7 @@ def test_hundreds_of_small_layers_are_fewer(tmp_path: Path) -> None:
     assert [module for layer in layers for module in layer.modules] == [str(index) for index in range(300)]
 
 
+@pytest.mark.slow  # the fingerprints at another size say so too
 @pytest.mark.parametrize("name", ["mixture", "skips", "inplace", "tied"])
 def test_layers_do_not_hang_on_the_micro_batch_size(name: str) -> None:
     made = [
