@@ -47,6 +47,8 @@ def _better(passes: Passes, marks: Ints, again: Bools, best: float) -> tuple[flo
     moved[np.arange(len(steps)), boundaries] += steps
     kept = (np.diff(moved, axis=1) > 0).all(axis=1)
     moved, boundaries, steps = moved[kept], boundaries[kept], steps[kept]
+    if not len(steps):  # a layer a stage: nothing can move
+        return None
     now = stage_rows(passes, marks[None, :], again)
     change = stage_rows(passes, moved, again) - now
     worst = passes.rank_of[int(np.argmax(now[0]))]
@@ -90,5 +92,5 @@ def stage_rows(passes: Passes, marks: Ints, again: Bools) -> Floats:
     rows = heads[:, stages] + count * (mine.sum(axis=2)[:, :, None] - done)
     rows = rows + (passes.extra_s[None, :] + steps + reduces)[:, :, None]
     made: Floats = np.empty_like(heads)
-    made[:, stages.reshape(-1)] = rows.reshape(len(marks), -1)
+    made[:, stages.reshape(-1)] = rows.reshape(len(marks), stages.size)
     return made
