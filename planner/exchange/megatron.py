@@ -40,6 +40,8 @@ def megatron_options(path: Path, goal: Path | None = None) -> str:
     ]
     if len(stages) > 1:
         options.insert(1, f'--pipeline-model-parallel-layout "{layout_text(stages)}"')
+    if plan.parallel.sequence:
+        options.append("--sequence-parallel")
     if not tied(made) and not _tied_in_one_stage(made):
         options.append("--untie-embeddings-and-output-weights")
     name = goal.name if goal else f"{path.stem}_megatron.sh"

@@ -51,12 +51,20 @@ def torchtitan_settings(path: Path, goal: Path | None = None) -> str:
         csv=f'"""\\\n{csv}"""' if csv else "None",
         pipeline=plan.parallel.pipeline,
         data=plan.parallel.data,
-        tensor=plan.parallel.tensor,
+        tensor=_tensor(made),
         microbatch=plan.batch.microbatch,
         local=plan.batch.microbatch * plan.batch.microbatches,
         global_batch=plan.batch.global_batch,
         recompute=plan.stages[0].recompute,
     )
+
+
+def _tensor(made: Planned) -> str:
+    """The tensor size; with several ranks, whether they hold parts of the tokens (its default) between split ops."""
+    sizes = made.plan.parallel
+    if sizes.tensor == 1:
+        return "1"
+    return f"{sizes.tensor},\n        enable_sequence_parallel={bool(sizes.sequence)}"
 
 
 def model_parts(made: Planned) -> list[list[str]]:

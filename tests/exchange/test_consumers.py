@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from support.command import pipeplan
 from support.plans import fresh_plan, save
-from support.rows import MODEL_FILE, row_profile
+from support.rows import MODEL_FILE, row_profile, with_tensor_rows
 
 from planner.schedules import Placement, ScheduleName, build
 
@@ -220,6 +220,23 @@ def test_megatron_core_parses_the_layout(tmp_path: Path, starts: tuple[int, ...]
     stages = [kinds[a:b] for a, b in zip((0, *starts), (*starts, 9), strict=True)]
     wanted = [stage[:-1] if stage.count("loss") == 2 else stage for stage in stages]  # norm and head are one L
     assert layout == [wanted[rank::2] for rank in range(2)]
+
+
+MEGATRON_CONFIG = """
+import sys
+from megatron.core.model_parallel_config import ModelParallelConfig
+made = ModelParallelConfig(tensor_model_parallel_size=int(sys.argv[1]), sequence_parallel=len(sys.argv) > 2)
+print(made.tensor_model_parallel_size, made.sequence_parallel)
+"""
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_megatron_core_takes_tensor_ranks_and_their_tokens(tmp_path: Path, sequence: bool) -> None:
+    _needs("megatron.core")
+    profile = with_tensor_rows(row_profile(6), sequence=sequence)
+    options = _megatron(_saved(tmp_path, 3, profile=profile, tensor=2))
+    words = [options["--tensor-model-parallel-size"], *(["on"] if "--sequence-parallel" in options else [])]
+    assert _child(MEGATRON_CONFIG, *words).split() == ["2", str(sequence)]
 
 
 def test_megatron_core_has_the_interleaved_order() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.command import pipeplan, refused
 from support.plans import fresh_plan, save
-from support.rows import edge, renamed, row_profile
+from support.rows import edge, renamed, row_profile, with_tensor_rows
 
 from planner.exchange.deepspeed import entries_of
 from planner.exchange.megatron import layout_text
@@ -90,6 +90,18 @@ def test_megatron_interleaves_and_recomputes_and_ties(tmp_path: Path) -> None:
     assert "--recompute-granularity full\n  --recompute-method uniform\n  --recompute-num-layers 3" in text
     assert "--untie" not in text
     assert "stage 2 on pipeline rank 0: tt" in text
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_tensor_ranks_and_their_tokens_are_options_of_both(tmp_path: Path, sequence: bool) -> None:
+    profile = with_tensor_rows(row_profile(6), sequence=sequence)
+    path = saved(tmp_path, profile, 3, microbatches=4, tensor=2)
+    options = dict(re.findall(r"^  (--\S+)(?: (.*))?$", exported(path, "megatron"), re.MULTILINE))
+    assert options["--tensor-model-parallel-size"] == "2"
+    assert ("--sequence-parallel" in options) == sequence
+    text = exported(path, "torchtitan")
+    assert "tensor_parallel_degree=2" in text
+    assert f"enable_sequence_parallel={sequence}" in text
 
 
 @given(st.lists(st.text("t", max_size=12), min_size=1, max_size=8))

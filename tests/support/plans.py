@@ -148,6 +148,7 @@ def fresh_plan(
     size: int = 1,
     microbatches: int = 4,
     data: int = 1,
+    tensor: int = 1,
     cluster: Cluster | None = None,
     recompute: list[bool] | None = None,
 ) -> Plan:
@@ -162,7 +163,14 @@ def fresh_plan(
         ),
         cluster=cluster,
         batch=Batch(global_batch=size * microbatches * data, microbatch=size, microbatches=microbatches),
-        parallel=Parallel(gpus=ranks * data, pipeline=ranks, virtual=virtual, data=data, tensor=1),
+        parallel=Parallel(
+            gpus=ranks * data * tensor,
+            pipeline=ranks,
+            virtual=virtual,
+            data=data,
+            tensor=tensor,
+            sequence=True if profile.sequence_parallel and tensor > 1 else None,
+        ),
         schedule=PlannedSchedule(name=name, placement=placement),
         stages=derive_stages(
             LayerGraph.of(profile),
@@ -170,6 +178,7 @@ def fresh_plan(
             ranks=ranks_of(ranks, virtual, placement),
             recompute=recompute,
             microbatch_size=size,
+            tensor=tensor,
             cluster=cluster,
         ),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from itertools import pairwise
 
-from planner.profile import Edge, EdgeTensor, Layer, Profile, SharedParameter
+from planner.profile import Collective, Collectives, Edge, EdgeTensor, Layer, Profile, SharedParameter
 from support.plans import chain_profile
 
 MODEL_FILE = """
@@ -84,3 +84,27 @@ def renamed(profile: Profile, names: dict[str, str]) -> Profile:
 
     edges = tuple(edge(names.get(e.source, e.source), names.get(e.target, e.target)) for e in profile.edges)
     return dataclasses.replace(profile, layers=tuple(map(new, profile.layers)), edges=edges)
+
+
+def with_tensor_rows(profile: Profile, *, sequence: bool) -> Profile:
+    """Every layer halved over two tensor ranks."""
+    none = Collective(count=0, bytes=0)
+    layers = tuple(
+        dataclasses.replace(
+            layer,
+            costs=layer.costs
+            + tuple(
+                dataclasses.replace(
+                    cost,
+                    tensor=2,
+                    parameter_bytes=layer.parameter_bytes // 2,
+                    trainable_bytes=layer.trainable_bytes // 2,
+                    buffer_bytes=layer.buffer_bytes,
+                    collectives=Collectives(forward=none, backward_input=none),
+                )
+                for cost in layer.costs
+            ),
+        )
+        for layer in profile.layers
+    )
+    return dataclasses.replace(profile, layers=layers, sequence_parallel=sequence or None)
