@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -91,15 +92,18 @@ def profile(
         sequence=sequence_parallel,
         estimate=known_device(estimate) if estimate else None,
     )
-    model_file = load_model_file(model)
-    if earlier is not None and not fresh and unchanged(earlier, model_file, asked):
+    with redirect_stdout(sys.stderr):  # what the user's code prints is no answer of ours
+        model_file = load_model_file(model)
+        is_known = earlier is not None and not fresh and unchanged(earlier, model_file, asked)
+    if earlier is not None and is_known:
         if as_json:
             print_json(document(path, earlier))
         else:
             done = "estimated" if estimate else "measured"
-            say(f"{path} is of this model, {done} for this already; --fresh does it again")
+            line = f"{path} is of this model, {done} for this already; --fresh does it again"
+            out.print(line, markup=False, soft_wrap=True)
         return
-    with _progress() as progress:
+    with redirect_stdout(sys.stderr), _progress() as progress:
         measured = _measured(model_file, asked, path, progress)
     change = difference(earlier, measured.profile) if earlier else None
     write_profile(measured.profile, path)

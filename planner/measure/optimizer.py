@@ -26,7 +26,14 @@ def measure_optimizer(model_file: ModelFile, module: nn.Module, *, device: str) 
         parameter.grad = torch.full_like(parameter, 1e-6)
     optimizer = model_file.optimizer(trained)
     clock = clock_for(device)
-    seconds = [time_calls(clock, [optimizer.step])[0] for _ in range(WARM_UP + REPEATS)]
+    try:
+        seconds = [time_calls(clock, [optimizer.step])[0] for _ in range(WARM_UP + REPEATS)]
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise model_file.fault(
+            "optimizer",
+            f"returned {type(optimizer).__name__}, whose step() raised {type(error).__name__}: {error}",
+            "return one that steps on gradients alone",
+        ) from error
     trainable_bytes = sum(parameter.nbytes for parameter in trained)
     state_bytes = sum(tensor.nbytes for state in optimizer.state.values() for tensor in _tensors(state))
     with torch.no_grad():

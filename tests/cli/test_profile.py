@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 from support.command import pipeplan
 
+from planner.capture import load_model_file
 from planner.cli.main import main
 from planner.errors import InputError
+from planner.measure.optimizer import measure_optimizer
 from planner.profile import read_profile
 
 MODEL = """
@@ -93,6 +95,7 @@ def test_a_second_profile_says_how_far_it_is_from_the_first(known: Path, monkeyp
     """Here as on a machine without a core for a neighbour, or a second device to send to."""
     monkeypatch.setattr("planner.measure.default_neighbours", lambda device: 0)
     monkeypatch.setattr("planner.runtime.links.measure_links", lambda device: None)
+    _edit(known / "net.py", "return Net()", "print('no part of the answer')\n    return Net()")
     words = ("--device", "cpu", "--microbatch", "2", "--fresh", "--json", "-o", known / "profiles" / "net.json")
     said = pipeplan("profile", known / "net.py", *words)
     assert said.code == 0, said.err
@@ -313,7 +316,15 @@ def test_what_only_values_show_is_told_with_its_function(tmp_path: Path, capsys:
     assert _run(str(tmp_path / "net.py"), "--microbatch", "1", "-o", str(tmp_path / "net.json")) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
-    assert "net.py:16: model()'s forward() raised RuntimeError" in lines[0]
+    assert "net.py:15: model()'s forward() raised RuntimeError" in lines[0]
+
+
+def test_an_optimizer_that_wants_more_than_gradients_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "net.py"
+    path.write_text(MODEL + "\ndef optimizer(params):\n    return torch.optim.LBFGS(params)\n")
+    model_file = load_model_file(path)
+    with pytest.raises(InputError, match=r"optimizer\(\) returned LBFGS, whose step\(\) raised TypeError"):
+        measure_optimizer(model_file, model_file.model(), device="cpu")
 
 
 def test_a_missing_model_file_gives_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
