@@ -22,8 +22,10 @@ from torch.distributed.distributed_c10d import Store
 
 from planner.runtime.groups import Communicators, LostContactError
 
-BULKY_BYTES = 256 << 10
-"""A message of more bytes is read by a thread, beside the compute."""
+BULKY_BYTES = 32 << 10
+"""A message of more bytes is read by a thread, beside the compute: several of them may not fit the kernel's buffer."""
+_KERNEL_BYTES = 4 << 20
+"""What the kernel may hold of a channel at each end; it grants less where the system says so."""
 _NO_WAIT = getattr(socket, "MSG_DONTWAIT", 0)
 _PATIENCE_S = 600.0
 """How long a rank may take to come to its end of a channel."""
@@ -93,6 +95,7 @@ class SocketSender:
         host, port, token = store.get(f"channel/{name}").decode().rsplit(":", 2)
         try:
             made = socket.create_connection((host, int(port)), timeout=_PATIENCE_S)
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _KERNEL_BYTES)
             made.sendall(token.encode())
         except OSError as error:
             raise LostContactError(f"rank {receiver}", error) from None
@@ -178,6 +181,7 @@ class SocketReceiver:
         try:
             with socket.create_server((host, 0), family=family) as server:
                 server.settimeout(_PATIENCE_S)
+                server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _KERNEL_BYTES)  # accepted ones inherit it
                 store.set(f"channel/{name}", f"{host}:{server.getsockname()[1]}:{token}")
                 while True:
                     made, _ = server.accept()

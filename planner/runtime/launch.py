@@ -37,6 +37,7 @@ POLL_S = 0.1
 SILENT_S = 2.0
 """A process that has been gone so long, and of which the launcher reports no failure, ended with code 0."""
 TELL_S = 5.0
+_TRIES = 3
 START_FACTOR = 10
 """Starting may take this many time-outs: capturing a large model shows no progress for long."""
 
@@ -106,7 +107,7 @@ def _run(job: RunJob, nodes: Nodes, num_local: int, port: int, watch: _Watch) ->
         signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",  # Ctrl-C is Python's own KeyboardInterrupt
     )
     try:
-        elastic_launch(config, main)(job)
+        _launch_elastic(config, job, tries=_TRIES if nodes.count == 1 else 1)
     except ChildFailedError as error:
         return watch.first_failure(error)
     except SignalException as error:
@@ -116,6 +117,16 @@ def _run(job: RunJob, nodes: Nodes, num_local: int, port: int, watch: _Watch) ->
     finally:
         watch.kill()
     return None
+
+
+def _launch_elastic(config: LaunchConfig, job: RunJob, *, tries: int) -> None:
+    """Start the processes, once more where another program took the port that the launcher had found free."""
+    try:
+        elastic_launch(config, main)(job)
+    except RuntimeError as error:
+        if tries == 1 or "EADDRINUSE" not in str(error):
+            raise
+        _launch_elastic(config, job, tries=tries - 1)
 
 
 def _store(nodes: Nodes) -> TCPStore:

@@ -15,6 +15,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
+from planner.allocator import keep_freed_memory
 from planner.capture import RandomKey, Stage, capture, load_model_file
 from planner.runtime.memory import LivePeak
 
@@ -111,6 +112,7 @@ class _Torchs:
 def compare_splits(rounds: int) -> Table:
     """Medians of CPU seconds over rounds in which both take turns; the peak is of all tensors that F and I made."""
     torch.set_num_threads(1)
+    keep_freed_memory()  # as in a run's processes
     table = Table(title=f"{BLOCKS} blocks of width 512", title_justify="left")
     for column in ("", "F", "B", "I", "W", "(I + W) / B", "peak in F, I"):
         table.add_column(column, justify="right" if column else "left")
