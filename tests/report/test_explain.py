@@ -83,8 +83,9 @@ def test_the_time_adds_up(seed: int) -> None:
 def test_a_boundary_carries_what_its_position_says(seed: int) -> None:
     found = found_for(seed)
     graph, stages, size = found.graph, found.best.stages, found.best.configuration.microbatch_size
+    tensor = found.best.configuration.tensor
     order = [name for stage in stages for name in stage.layers]
-    for boundary in boundaries_of(graph, stages, microbatch_size=size):
+    for boundary in boundaries_of(graph, stages, microbatch_size=size, tensor=tensor):
         end = order.index(boundary.after_layer)
         for step, crossing in zip(range(-REACH, REACH + 1), boundary.bytes, strict=True):
             before = {graph.index[name] for name in order[: end + step + 1]}
@@ -92,7 +93,7 @@ def test_a_boundary_carries_what_its_position_says(seed: int) -> None:
                 assert crossing is None
                 continue
             parted = [t for t in graph.tensors if t.source in before and {r.layer for r in t.readers} - before]
-            assert crossing == sum(tensor.bytes(size) for tensor in parted)
+            assert crossing == sum(one.bytes(size, tensor) for one in parted)
 
 
 @FOUND
