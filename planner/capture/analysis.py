@@ -231,6 +231,8 @@ def _inseparable(parts: list[Segment], lifted: Lifted, seen: Trace, flow: Datafl
             spans.append((min(touching), max(touching)))
             continue
         for writer in flow.writers[storage]:
+            if writer not in layer_of:
+                continue  # it changes a constant, which each stage rebuilds with the change
             for reader, alias in readers:
                 late = flow.order[alias] < flow.order[writer] < flow.order[reader]
                 if late and not _rebuilt_together(writer, reader, readers, layer_of):
