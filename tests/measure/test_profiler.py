@@ -20,6 +20,7 @@ from support.sleep import write_sleep_model
 
 from planner.allocator import keep_freed_memory
 from planner.capture import Capture, RandomKey, Stage, capture, load_model_file
+from planner.capture.batch import leaves
 from planner.examples import example_text
 from planner.measure import Asked, Measured, measure_profile
 from planner.measure.calibrate import calibrate, errors
@@ -174,13 +175,17 @@ def _whole(captured: Capture) -> Stage:
     return Stage(program, captured.module, defer=False)
 
 
+def _given(captured: Capture) -> list[torch.Tensor]:
+    return [leaf for leaf in leaves(captured.batch) if isinstance(leaf, torch.Tensor)]
+
+
 def test_saved_bytes_add_up_to_what_autograd_saves(captured: Capture) -> None:
     stage, saved = _whole(captured), SavedTensors()
     inputs, target = captured.batch
     with saved.recording():
         stage.forward(0, inputs, target, {}, RandomKey(0, 0, 0))
     module = captured.module
-    own = {storage_of(tensor) for tensor in (*module.parameters(), *module.buffers(), inputs, target)}
+    own = {storage_of(tensor) for tensor in (*module.parameters(), *module.buffers(), *_given(captured))}
     held = sum(bytes_of(tensor) for key, tensor in saved.tensors.items() if key not in own)
     assert sum(layer.saved_bytes for layer in captured.layers) == pytest.approx(held, rel=0.02)
 
@@ -190,10 +195,12 @@ def test_bytes_for_weight_are_those_that_the_stage_tells(captured: Capture) -> N
     inputs, target = captured.batch
     stage.forward(0, inputs, target, {}, RandomKey(0, 0, 0), split=True)
     stage.backward_input(0, {}, 1.0)
-    own = {storage_of(tensor) for tensor in (*captured.module.parameters(), inputs, target)}
+    own = {storage_of(tensor) for tensor in (*captured.module.parameters(), *_given(captured))}
     told = {storage_of(tensor): bytes_of(tensor) for tensor in stage.waiting_for_weight(0)}
     held = sum(size for key, size in told.items() if key not in own)
-    assert sum(row.saved_for_weight for row in measure_held(captured)) == pytest.approx(held, rel=0.05)
+    # What waits for the weights of several layers (an encoder's output, read by all of a decoder) counts in each.
+    most = 0.05 if captured.model_file.name in EXAMPLES else 0.2
+    assert -0.05 < sum(row.saved_for_weight for row in measure_held(captured)) / held - 1 < most
 
 
 def test_edges_have_the_sizes_of_what_crosses(captured: Capture) -> None:
