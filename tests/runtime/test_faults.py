@@ -36,7 +36,7 @@ def started() -> Iterator[list[Command]]:
 
 
 slow = pytest.mark.slow
-PLACE = r"rank 1, stage 1, micro-batch (\d), action 1F\1, step [12]: "
+PLACE = r"rank 1, stage 1, micro-batch (\d), action 1F\1, step [23]: "
 SILENCE = "no sign of progress for 3 s"
 
 
