@@ -219,7 +219,8 @@ def test_seventy_billion_parameters_take_no_memory(tmp_path: Path) -> None:
     captured = capture(load_model_file(path), microbatch_size=1, weightless=True)
     timed, held = estimate_layers(captured, ROOFS["h100-sxm"])
     assert sum(layer.parameter_bytes for layer in captured.layers) == pytest.approx(2 * 69e9, rel=0.01)
-    assert len(timed.layers) == len(held) == 83
+    # 80 blocks and the head: embedding and last norm are tiny beside them, and join a neighbour
+    assert len(timed.layers) == len(held) == 81
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4e6
 
 
