@@ -8,7 +8,7 @@ from typing import Final
 
 from planner.cluster import memory_limit
 from planner.errors import InputError
-from planner.schedules import Placement, ScheduleName, build, default_warmup, shape_fault
+from planner.schedules import Placement, ScheduleName, default_warmup, shape_fault
 from planner.search import Candidate, Found
 from planner.search.depth import Depths1F1B
 from planner.search.job import job_of_cut
@@ -123,14 +123,7 @@ def _timed(walk: Walk, candidate: Candidate, name: ScheduleName, warmup: tuple[i
     shape = candidate.configuration
     if shape.placement is Placement.FREE:
         return None
-    schedule = build(
-        name,
-        num_ranks=shape.pipeline,
-        virtual=shape.virtual,
-        num_microbatches=shape.num_microbatches,
-        placement=shape.placement,
-        warmup=warmup,
-    )
+    schedule = shape.schedule(name, warmup)
     try:
         timeline = simulate(walk, schedule, levels=False)
     except InputError:  # a warm-up that waits for ever

@@ -25,7 +25,7 @@ import numpy as np
 from planner.cluster import memory_limit
 from planner.errors import InputError
 from planner.graph import LayerGraph
-from planner.schedules import ScheduleName, build, default_warmup, ranks_of, shape_fault
+from planner.schedules import ScheduleName, default_warmup, ranks_of, shape_fault
 from planner.search.bound import cut_bound
 from planner.search.figures import LayerFigures
 from planner.search.job import job_of_cut
@@ -267,14 +267,7 @@ class Exhaust:
         effort: Effort,
     ) -> Candidate | None:
         """A plan, if it is faster and fits."""
-        schedule = build(
-            name,
-            num_ranks=shape.pipeline,
-            virtual=shape.virtual,
-            num_microbatches=shape.num_microbatches,
-            placement=shape.placement,
-            warmup=warmup,
-        )
+        schedule = shape.schedule(name, warmup)
         effort.spend(sum(map(len, schedule)) + _SIMULATED)
         try:
             if not self._beats(simulate(walk, schedule, memory=False).iteration_s):

@@ -19,7 +19,7 @@ import numpy as np
 
 from planner.errors import InputError
 from planner.graph import LayerGraph
-from planner.schedules import Action, Letter, Schedule, ScheduleName, build, default_warmup, ranks_of, shape_fault
+from planner.schedules import Action, Letter, Schedule, ScheduleName, default_warmup, ranks_of, shape_fault
 from planner.search.bound import in_flight_limits
 from planner.search.figures import Figures, LayerFigures
 from planner.search.job import job_of_cut
@@ -117,7 +117,7 @@ def _with_all(graph: LayerGraph, asked: Asked, configuration: Configuration, few
     if few.schedule is ScheduleName.SYNTHESISED:
         schedule = _one_by_one(walk)
     else:
-        schedule = _built(few.schedule, configuration, few.warmup)
+        schedule = configuration.schedule(few.schedule, few.warmup)
     timeline = simulate(walk, schedule, levels=False)
     return dataclasses.replace(few, configuration=configuration, job=walk.job, timeline=timeline)
 
@@ -396,18 +396,7 @@ def _orders(
             even = (depth,) * len(default)
             depths.append(even)
     for warmup in dict.fromkeys(depths):
-        yield warmup, _built(name, configuration, warmup)
-
-
-def _built(name: ScheduleName, configuration: Configuration, warmup: tuple[int, ...] | None) -> Schedule:
-    return build(
-        name,
-        num_ranks=configuration.pipeline,
-        virtual=configuration.virtual,
-        num_microbatches=configuration.num_microbatches,
-        placement=configuration.placement,
-        warmup=warmup,
-    )
+        yield warmup, configuration.schedule(name, warmup)
 
 
 def _one_by_one(walk: Walk) -> Schedule:

@@ -14,7 +14,7 @@ from typing import Final
 
 from planner.cluster import memory_limit
 from planner.errors import InputError
-from planner.schedules import Action, Letter, Schedule, ScheduleName, build, default_warmup, shape_fault
+from planner.schedules import Action, Letter, Schedule, ScheduleName, default_warmup, shape_fault
 from planner.search.depth import Depths1F1B
 from planner.search.space import Configuration
 from planner.search.stretch import STRETCHES, stretched
@@ -170,14 +170,7 @@ def _named(
         if shape_fault(name, virtual=configuration.virtual, placement=configuration.placement):
             continue
         for warmup in (None, *(() if quick else _depths(name, configuration))):
-            made = build(
-                name,
-                num_ranks=configuration.pipeline,
-                virtual=configuration.virtual,
-                num_microbatches=configuration.num_microbatches,
-                placement=configuration.placement,
-                warmup=warmup,
-            )
+            made = configuration.schedule(name, warmup)
             yield name, warmup if warmup is not None else default_warmup(name, **shape), made
 
 

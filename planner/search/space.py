@@ -10,7 +10,7 @@ from planner.cluster import Cluster
 from planner.errors import InputError
 from planner.graph import LayerGraph
 from planner.record import record
-from planner.schedules import Placement, ScheduleName
+from planner.schedules import Placement, Schedule, ScheduleName, build
 
 EVERY: Final = tuple(ScheduleName)
 """All schedules, synthesised orders among them."""
@@ -63,6 +63,17 @@ class Configuration:
     def with_ranks(self, ranks: int) -> Configuration:
         """The same with so many ranks of one stage each."""
         return dataclasses.replace(self, pipeline=ranks, virtual=1, placement=Placement.LOOP)
+
+    def schedule(self, name: ScheduleName, warmup: tuple[int, ...] | None) -> Schedule:
+        """The named schedule of this size, at these warm-ups (None: its own)."""
+        return build(
+            name,
+            num_ranks=self.pipeline,
+            virtual=self.virtual,
+            num_microbatches=self.num_microbatches,
+            placement=self.placement,
+            warmup=warmup,
+        )
 
 
 def configurations(graph: LayerGraph, asked: Asked) -> tuple[Configuration, ...]:
