@@ -191,13 +191,13 @@ def _tell_shape(plan: Plan) -> None:
 
 def _tell_one(run: _Run, job: Job) -> None:
     from planner.report.timeline import legend, timeline_text
-    from planner.units import format_seconds
+    from planner.units import format_rate, format_seconds
 
     predicted, bubble = run.predicted, run.bubble
     gap = "" if predicted.gap is None else f", {100 * max(0.0, predicted.gap):.2f} % over the bound"
     say(
         f"{run.name.value}: {format_seconds(predicted.iteration_s)} an iteration, "
-        f"{predicted.samples_per_s:.4g} samples/s{gap}",
+        f"{format_rate(predicted.samples_per_s)} samples/s{gap}",
         indent=2,
     )
     say(

@@ -16,7 +16,7 @@ from planner.report.plans import candidates_table, legend, others, plans_table, 
 from planner.schedules import ScheduleName
 from planner.search import Candidate, Found
 from planner.search.shortfall import memory_for
-from planner.units import format_bytes, format_seconds
+from planner.units import format_bytes, format_rate, format_seconds
 
 _MOST_BOUNDARIES = 10
 _FEW_ACTIONS = 100_000
@@ -82,7 +82,7 @@ def _headline(found: Found) -> str:
     return (
         f"{counted(shape.gpus, 'GPU')}: {copies}{counted(len(best.stages), 'stage')}{split}{each}{recompute}, "
         f"{counted(shape.num_microbatches, 'micro-batch', 'es')} of {shape.microbatch_size}, {best.schedule.value}"
-        f"{depth}: {format_seconds(best.iteration_s)} an iteration, {rate:.4g} samples/s"
+        f"{depth}: {format_seconds(best.iteration_s)} an iteration, {format_rate(rate)} samples/s"
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from planner.cluster import Link
 from planner.graph import Stage
+from planner.plan import Search
 from planner.report.beside import Beside, Pair, beside
 from planner.report.html import figure, profile_facts, provenance_notices, render, share_of
 from planner.report.layers import LayerRow, layer_rows, shape_of
@@ -16,7 +17,7 @@ from planner.report.rivals import Rival, rivals_of
 from planner.report.summary import bound_words, counted, memory_words, percent, shape_words
 from planner.runtime.recording import Recording
 from planner.schedules import Letter
-from planner.units import format_bytes, format_seconds
+from planner.units import format_bytes, format_rate, format_seconds
 
 _LETTERS: Final = {
     Letter.FORWARD: "forward",
@@ -99,12 +100,12 @@ def _plan_figures(shown: Overview, run: Beside | None) -> Iterator[dict[str, Any
     seconds, bubble, peak, rate = "", "", "", ""
     if run is not None:
         seconds = _measured(run.iteration_s, format_seconds)
-        rate = f"{run.samples_per_s.measured:.4g}/s"
+        rate = f"{format_rate(run.samples_per_s.measured)}/s"
         bubble = percent(run.bubble_fraction.measured)
         peak = format_bytes(max(rank.peak_memory_bytes.measured for rank in run.ranks))
     yield figure("Iteration", format_seconds(predicted.iteration_s), bound_words(shown), measured=seconds)
     samples = f"{plan.batch.global_batch} an iteration"
-    yield figure("Samples", f"{predicted.samples_per_s:.4g}/s", samples, measured=rate)
+    yield figure("Samples", f"{format_rate(predicted.samples_per_s)}/s", samples, measured=rate)
     idle = format_seconds(predicted.bubble_fraction * shown.timeline.makespan_s)
     yield figure("Idle", percent(predicted.bubble_fraction), f"{idle} a rank, on the mean", measured=bubble)
     use, limit = shown.timeline.ranks[shown.fullest], shown.limit_bytes
@@ -256,12 +257,7 @@ def _transfers(entries: Sequence[Any]) -> str:
 
 def _search_words(shown: Overview) -> str:
     search = shown.plan.search
-    counts = ""
-    if search is not None and search.configurations is not None:
-        counts = f"The search looked at {counted(search.configurations, 'configuration')}"
-        if search.solved is not None and search.pruned is not None:
-            counts += f", {search.solved} solved and {search.pruned} ruled out by their bound"
-        counts += f", in {format_seconds(search.seconds)}. " if search.seconds is not None else ". "
+    counts = _counts(search) if search is not None else ""
     predicted = shown.predicted
     if predicted.bound_s is not None and predicted.gap is not None:
         counts += (
@@ -272,12 +268,32 @@ def _search_words(shown: Overview) -> str:
     runners = "the search's runners-up (P pipeline ranks, D replicas, T tensor ranks, v stages a rank, b samples), "
     if lost is None:
         counts += "The file keeps no runners-up of its search, or they are of another batch, cluster or profile. "
-    elif not lost:
-        counts += "No other configuration came as far as a plan: their bounds ruled them out. "
+    elif search is not None and not lost:
+        counts += _why_none_lost(search)
     return (
         f"{counts}Below: {runners if lost else ''}the same cut under other schedules, and what is done by hand, under "
         "the same time model."
     )
+
+
+def _counts(search: Search) -> str:
+    """How many configurations there were, and what became of them."""
+    if search.configurations is None:
+        return ""
+    words = f"The search looked at {counted(search.configurations, 'configuration')}"
+    if search.solved is not None and search.pruned is not None:
+        left = search.configurations - search.solved - search.pruned
+        words += f", {search.solved} solved and {search.pruned} ruled out by their bound"
+        words += f", {left} left" if left > 0 else ""
+    return f"{words}, in {format_seconds(search.seconds)}. " if search.seconds is not None else f"{words}. "
+
+
+def _why_none_lost(search: Search) -> str:
+    if search.configurations == 1:
+        return "There was no other. "
+    if search.pruned is not None and search.pruned + 1 == search.configurations:
+        return "All others were ruled out by their bound alone: none can be faster. "
+    return "No other came as far as a plan that fits. "
 
 
 def _faster(shown: Overview, rivals: Sequence[Rival]) -> str:

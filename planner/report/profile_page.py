@@ -18,7 +18,7 @@ from planner.report.summary import (
     percent,
     provenance_words,
 )
-from planner.units import format_bytes, format_seconds
+from planner.units import format_bytes, format_rate, format_seconds
 
 _PROFILE_PARTS: Final = (("cut", "Layers"), ("table", "Costs"), ("facts", "Facts"))
 
@@ -56,7 +56,7 @@ def _profile_figures(rows: Sequence[LayerRow], graph: LayerGraph, microbatch_siz
     yield figure("F", format_seconds(sum(row.forward_s for row in rows)), "forward, all layers")
     yield figure("I", format_seconds(sum(row.backward_input_s for row in rows)), "backward for the input")
     yield figure("W", format_seconds(sum(row.backward_weight_s for row in rows)), "backward for the weights")
-    yield figure("Samples", f"{share_of(microbatch_size, load):.4g}/s", "on one device, one after another")
+    yield figure("Samples", f"{format_rate(share_of(microbatch_size, load))}/s", "on one device, one after another")
     yield figure("Saved", format_bytes(sum(row.saved_bytes for row in rows)), "from F to B, all layers")
 
 

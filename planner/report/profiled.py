@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from planner.files import plain
 from planner.profile import Profile
-from planner.units import format_bytes, format_seconds
+from planner.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -76,7 +76,7 @@ def report(
         table.add_row(
             *(str(size), *([str(costs[0].tensor)] if tensor else [])),
             *map(format_seconds, parts),
-            f"{size / sum(parts):.3g}",
+            format_rate(size / sum(parts)),
             format_bytes(sum(cost.saved_bytes for cost in costs)),
             "" if costs[0].spread is None else f"{sorted(cost.spread or 0.0 for cost in costs)[len(costs) // 2]:.0%}",
             f"{error.median_error:.1%}" if error else "",

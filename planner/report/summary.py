@@ -19,7 +19,7 @@ from planner.report.layers import LayerRow, distinct_parameters, shape_of
 from planner.report.overview import Overview
 from planner.report.splits import split_lines
 from planner.report.timeline import legend, timeline_text
-from planner.units import format_bytes, format_seconds
+from planner.units import format_bytes, format_rate, format_seconds
 
 SCREEN: Final = 23
 """Lines of a terminal, less the prompt."""
@@ -49,7 +49,7 @@ def plan_lines(shown: Overview) -> Iterator[str]:
     """The plan in words: its shape, its speed, its idle time, its memory."""
     plan, predicted, bubble = shown.plan, shown.predicted, shown.bubble
     yield f"{plan.model.name}: {shape_words(shown)}"
-    rate = f"{format_seconds(predicted.iteration_s)} an iteration, {predicted.samples_per_s:.4g} samples/s"
+    rate = f"{format_seconds(predicted.iteration_s)} an iteration, {format_rate(predicted.samples_per_s)} samples/s"
     yield f"{rate}; {bound_words(shown)}"
     yield (
         f"idle {percent(predicted.bubble_fraction)}: ends {format_seconds(bubble.skew_s)}, imbalance "
@@ -172,7 +172,8 @@ def profile_lines(profile: Profile, rows: Sequence[LayerRow], *, microbatch_size
     parts = [sum(getattr(row, part) for row in rows) for part in ("forward_s", "backward_input_s", "backward_weight_s")]
     seconds = ", ".join(f"{letter} {format_seconds(part)}" for letter, part in zip("FIW", parts, strict=True))
     whole = microbatch_size / sum(parts) if sum(parts) else 0.0
-    yield f"all layers: {seconds}; {whole:.4g} samples/s; saved {format_bytes(sum(row.saved_bytes for row in rows))}"
+    saved = format_bytes(sum(row.saved_bytes for row in rows))
+    yield f"all layers: {seconds}; {format_rate(whole)} samples/s; saved {saved}"
     yield f"{dearest_words(rows)}; {optimizer_words(profile)}"
     yield from (f"link: {words}" for words in link_words(profile))
     yield from accuracy_words(profile, microbatch_size)

@@ -24,7 +24,7 @@ from planner.report.palette import DARK, LIGHT
 from planner.report.plan_page import plan_page
 from planner.report.trace import write_recording
 from planner.schedules import Letter, ScheduleName
-from planner.units import format_bytes, format_seconds
+from planner.units import format_bytes, format_rate, format_seconds
 
 LEFT, TOP = 58, 22
 """Where a schedule's rows begin in its picture."""
@@ -104,7 +104,7 @@ def test_the_figures_are_the_plans(browser: Any, small: Shown) -> None:
         assert page.title() == "chain · pipeplan"
         for figure in (
             format_seconds(shown.predicted.iteration_s),
-            f"{shown.predicted.samples_per_s:.4g}/s",
+            f"{format_rate(shown.predicted.samples_per_s)}/s",
             f"{100 * shown.predicted.bubble_fraction:.1f} %",
             "2.00 % over the bound",
             "zb-h1",
@@ -490,3 +490,37 @@ def test_labels_stay_within_their_blocks(browser: Any, small: Shown) -> None:
         )
     assert {text[0] for text, _, _ in wide} == {"F", "I", "W"}
     assert all(width <= room for _, width, room in wide)
+
+
+def test_labels_meet_no_other_and_stay_inside(browser: Any, tmp_path: Path) -> None:
+    """The limit right above what was measured, which is what was predicted; cuts one layer apart; wide and narrow."""
+    profile = chain_profile(40)
+    cut = [[f"block.{index}"] for index in range(7)] + [[f"block.{index}" for index in range(7, 40)]]
+    plan = fresh_plan(profile, cut, ranks=8)
+    peak = max(use.peak_memory_bytes for use in overview_of(plan, profile).timeline.ranks)
+    cluster = dataclasses.replace(plan.cluster, memory_bytes=round(1.02 * peak), memory_reserve_fraction=0.0)
+    plan = dataclasses.replace(plan, cluster=cluster)
+    write_recording(tmp_path / "run.json", recorded(overview_of(plan, profile)), plan)
+    shown = _page(plan, profile, tmp_path, row=32, words=["--measured", tmp_path / "run.json"])
+    for width in (320, 390, 1280):
+        with opened(browser, shown.path, width=width) as page:
+            drawn = page.evaluate(
+                "() => [pipeplan.memory, pipeplan.layers].map(picture => { const said = [];"
+                "picture.write = function (text, x, y, rest = {}) {"
+                " Picture.prototype.write.call(this, text, x, y, rest);"
+                " const wide = this.pen.measureText(text).width, left = {left: 0, center: wide / 2, right: wide};"
+                " const from = x - left[rest.align ?? 'left'];"
+                " said.push([text, from, y - 5, from + wide, y + 5]); };"
+                "picture.drawNow(); delete picture.write; return [picture.width, picture.height, said]; })"
+            )
+        for wide, high, said in drawn:
+            for place, (text, left, top, right, bottom) in enumerate(said):
+                assert left >= -1, (width, text)
+                assert right <= wide + 1, (width, text)
+                assert top >= 0, (width, text)
+                assert bottom <= high, (width, text)
+                for other, *box in said[:place]:
+                    meets = left < box[2] and box[0] < right and top < box[3] and box[1] < bottom
+                    assert not meets, (width, text, other)
+        texts = {text for _, _, said in drawn for text, *_ in said}
+        assert {"limit " + format_bytes(round(1.02 * peak)), f"measured peak {format_bytes(peak)}"} <= texts

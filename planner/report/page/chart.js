@@ -80,6 +80,7 @@ class Picture {
     this.canvas.style.height = `${this.height}px`;
     this.pen.setTransform(sharp, 0, 0, sharp, 0, 0);
     this.pen.clearRect(0, 0, this.width, this.height);
+    this.labels = [];
     this.draw();
   }
 
@@ -90,6 +91,28 @@ class Picture {
     pen.textAlign = align;
     pen.textBaseline = "middle";
     pen.fillText(text, x, y);
+  }
+
+  /** A label beside a point: above it or below, to its right or left (`align` right: only that), where it meets no other
+   * label and stays within the picture; else not at all. What lies under it gives way to it. */
+  label(text, x, y, { colour = colours.text, align = "any", weight = 400 } = {}) {
+    const { pen } = this;
+    const size = 11, half = 7;
+    pen.font = `${weight} ${size}px system-ui, sans-serif`;
+    const wide = pen.measureText(text).width;
+    const lefts = align === "right" ? [x - wide] : [x + 6, x - 6 - wide];
+    const places = lefts.flatMap((left) => [y - 9, y + 9].map((middle) => [left, middle - half, left + wide, middle + half]));
+    const apart = (one, other) => one[2] + 4 < other[0] || other[2] + 4 < one[0] || one[3] <= other[1] || other[3] <= one[1];
+    const found = places.find((place) => place[0] >= this.left && place[2] <= this.width && place[1] >= 0 && place[3] <= this.height && this.labels.every((other) => apart(place, other)));
+    if (!found) return;
+    this.labels.push(found);
+    pen.strokeStyle = colours.card;
+    pen.lineWidth = 4;
+    pen.lineJoin = "round";
+    pen.textAlign = "left";
+    pen.textBaseline = "middle";
+    pen.strokeText(text, found[0], found[1] + half);
+    this.write(text, found[0], found[1] + half, { colour, size, weight });
   }
 
   /** How wide a label of an action is: a letter and digits, which are all as wide as one another. */

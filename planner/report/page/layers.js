@@ -70,8 +70,8 @@ class LayersPicture extends Picture {
         this.pen.fillRect(from, this.loadTop, to - from, this.cutFloor - this.loadTop);
         this.pen.globalAlpha = 1;
       }
-      const label = to - from > 52 ? `stage ${stage}` : `${stage}`;
-      if (to - from > 12) this.write(label, (from + to) / 2, this.height - 10, { align: "center", colour: colours.text });
+      const label = [`stage ${stage}`, `${stage}`].find((text) => this.measure(text, 11) + 6 <= to - from);
+      if (label) this.write(label, (from + to) / 2, this.height - 10, { align: "center", colour: colours.text });
     });
   }
 
@@ -106,15 +106,15 @@ class LayersPicture extends Picture {
     pen.strokeStyle = colours.accent;
     pen.lineWidth = 1.8;
     pen.stroke();
-    for (const start of layers.starts.slice(1)) {
-      const x = this.x(start), bytes = layers.cut_bytes[start - 1];
+    const cuts = layers.starts.slice(1).map((start) => [this.x(start), layers.cut_bytes[start - 1]]);
+    for (const [x, bytes] of cuts) {
       this.rule(x, this.loadTop, x, this.cutFloor, colours.text, [4, 3]);
       pen.fillStyle = colours.text;
       pen.beginPath();
       pen.arc(x, y(bytes), 4, 0, 7);
       pen.fill();
-      if (layers.starts.length <= 10 && this.width > 500) this.write(formatBytes(bytes), x + 7, y(bytes) - 9, { colour: colours.text });
     }
+    if (cuts.length < 10) for (const [x, bytes] of cuts) this.label(formatBytes(bytes), x, y(bytes));
   }
 
   describe(i) {

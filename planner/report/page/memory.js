@@ -28,15 +28,12 @@ class MemoryPicture extends TimePicture {
     for (const mark of marks) this.write(formatMark(mark, step), this.x(mark), floor + 13, { align: this.x(mark) > this.width - 30 ? "right" : "center" });
     for (let rank = 0; rank < this.data.memory.length; rank++) if (rank !== this.rank) this.drawRank(rank, false);
     this.drawRank(this.rank, true);
-    if (this.limit !== null && !this.far) {
-      this.rule(this.left, this.y(this.limit), this.width, this.y(this.limit), colours.warning, [6, 4]);
-      this.write(`limit ${formatBytes(this.limit)}`, this.width - 4, this.y(this.limit) - 8, { colour: colours.warning, align: "right", weight: 600 });
-    }
-    const measured = this.data.plan.measured?.peaks[this.rank];
-    if (measured) {
-      this.rule(this.left, this.y(measured), this.width, this.y(measured), colours.text, [2, 3]);
-      this.write(`measured peak ${formatBytes(measured)}`, this.left + 6, this.y(measured) - 8, { colour: colours.text });
-    }
+    const limit = this.limit !== null && !this.far ? this.y(this.limit) : null;
+    const peak = this.data.plan.measured?.peaks[this.rank];
+    if (limit !== null) this.rule(this.left, limit, this.width, limit, colours.warning, [6, 4]);
+    if (peak) this.rule(this.left, this.y(peak), this.width, this.y(peak), colours.text, [2, 3]);
+    if (limit !== null) this.label(`limit ${formatBytes(this.limit)}`, this.width - 4, limit, { colour: colours.warning, align: "right", weight: 600 });
+    if (peak) this.label(`measured peak ${formatBytes(peak)}`, this.left, this.y(peak));
     if (this.cursor !== null) this.rule(this.x(this.cursor), this.top, this.x(this.cursor), floor, colours.text);
   }
 
