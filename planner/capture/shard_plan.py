@@ -162,7 +162,7 @@ class _Planner:
                 continue  # settled by another refusal of this round
             if shard.choices:
                 view, dim = shard.choices[-1]
-                context.banned[view][dim] = refusal.reason
+                context.banned[view][dim] = refusal.cause
                 continue
             for source in shard.sources:
                 context.whole[source] = refusal.reason

@@ -25,12 +25,16 @@ aten = torch.ops.aten
 
 
 class RefusalError(Exception):
-    """An op cannot take its operands as they are split; ``blamed`` are the operands to be whole or split otherwise."""
+    """An op cannot take its operands as they are split; ``blamed`` are the operands to be whole or split otherwise.
 
-    def __init__(self, reason: str, *blamed: Shard) -> None:
+    ``cause``: what refused first, where a view has tried all its dimensions since then.
+    """
+
+    def __init__(self, reason: str, *blamed: Shard, cause: str | None = None) -> None:
         super().__init__(reason)
         self.reason = reason
         self.blamed = blamed
+        self.cause = cause or reason
 
 
 class ResectionError(Exception):
@@ -281,9 +285,12 @@ def _view(context: Context, node: fx.Node, given: dict[str, Any]) -> Step:
     way = next((way for way in ways(shard, shape, into, context.size) if way.dim not in banned), None)
     if way is None:
         (_, dims) = next(group for group in groups(shape, into) if shard.dim in group[0])
-        extents = " x ".join(str(into[dim]) for dim in dims)
-        why = f" ({next(iter(banned.values()))})" if banned else ""
-        raise RefusalError(f"it is viewed as {extents}, which {context.size} ranks cannot share out{why}", shard)
+        extents, size = " x ".join(str(into[dim]) for dim in dims), context.size
+        odd = next((into[dim] for dim in dims if into[dim] % size), None)
+        why = f"which {size} ranks cannot share out" if odd is None else f"and {odd} does not divide by {size}"
+        cause = next(iter(banned.values()), None)
+        tried = f" ({cause})" if cause else ""
+        raise RefusalError(f"it is viewed as {extents}, {why}{tried}", shard, cause=cause)
     if way.source is not None:
         raise ResectionError(shard.sources, way.source)
     made = shard.cut(way.dim, way.sections)

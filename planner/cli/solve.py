@@ -67,6 +67,7 @@ def solve(
     from planner.profile import read_profile
     from planner.search import Asked
     from planner.search.shortfall import NoPlanFitsError
+    from planner.search.space import tensor_left_out
 
     notes: list[str] = []
     path = profile or _newest(notes)
@@ -106,6 +107,9 @@ def solve(
         notes.append("remark: no links are known, so messages cost nothing here; --cluster names them")
     if asked.cluster.memory_bytes is None:
         notes.append("remark: no memory is known, so all fits here; --memory or --cluster names it")
+    notes += [
+        f"remark: tensor size {size} is left out: {fault}" for size, (fault, _) in tensor_left_out(graph, asked).items()
+    ]
     for note in notes:
         err.print(note, markup=False, soft_wrap=True)
     plan = plan_of(found, profile_path=path, plan_path=output)

@@ -25,11 +25,11 @@ from planner.measure.held import HeldBytes, fill_gradients, held_by, saved_input
 from planner.measure.layerwise import Weights, made_up_gradients
 from planner.measure.parts import Parts
 from planner.measure.profiler import Measured, dtype_of, profiled_edges, profiled_layers, profiled_model
-from planner.measure.reuse import GRAPH, TENSOR_LEFT_OUT, noted_graph, noted_sizes
+from planner.measure.reuse import GRAPH, noted_graph
 from planner.measure.roofline import LINK, LINK_LATENCY_S, ROOFS, Estimator, Roof
 from planner.measure.settings import Asked
 from planner.measure.timing import LayerSeconds, Progress, Timed
-from planner.profile import Device, OptimizerCost, Profile, ProfiledLinks
+from planner.profile import Device, OptimizerCost, Profile, ProfiledLinks, tensor_sizes
 
 SAMPLE = 1024
 """Rows and columns of the parameter that the optimizer's kernels are counted on."""
@@ -60,7 +60,7 @@ def estimate_profile(model_file: ModelFile, asked: Asked, *, folder: Path, progr
             name=asked.estimate,
             memory_bytes=device_memory(asked.estimate),
             software={"torch": torch.__version__, GRAPH: noted_graph(captures[0])}
-            | ({TENSOR_LEFT_OUT: noted_sizes(sorted(parts.left_out))} if parts.left_out else {}),
+            | ({tensor_sizes.LEFT_OUT: tensor_sizes.noted(parts.left_out)} if parts.left_out else {}),
         ),
         provenance="estimated",
         dtype=dtype,

@@ -21,7 +21,7 @@ from planner.measure.machine import free_bytes, this_device
 from planner.measure.neighbours import busy_neighbours, wait_until_busy
 from planner.measure.optimizer import measure_optimizer
 from planner.measure.parts import Parts, collectives_of, edge_parts_of, shared_bytes_of, splits_of, tensor_size
-from planner.measure.reuse import BY_LAYER, GRAPH, LAYERWISE, LEFT_OUT, TENSOR_LEFT_OUT, noted_graph, noted_sizes
+from planner.measure.reuse import BY_LAYER, GRAPH, LAYERWISE, LEFT_OUT, noted_graph, noted_sizes
 from planner.measure.room import check_saved_fits, fits_whole
 from planner.measure.settings import Asked
 from planner.measure.timing import Progress, Timed, time_layers
@@ -36,6 +36,7 @@ from planner.profile import (
     ProfiledLinks,
     ProfiledModel,
     SharedParameter,
+    tensor_sizes,
 )
 
 
@@ -110,7 +111,7 @@ def measure_profile(
     if found.left_out:
         notes[LEFT_OUT] = noted_sizes([one.microbatch_size for one in found.left_out])
     if found.tensor_left_out:
-        notes[TENSOR_LEFT_OUT] = noted_sizes(sorted(found.tensor_left_out))
+        notes[tensor_sizes.LEFT_OUT] = tensor_sizes.noted(found.tensor_left_out)
     whole = [one for captured, one in zip(found.captures, found.timed, strict=True) if captured.sharding is None]
     profile = Profile(
         model=profiled_model(model_file, captured, folder),

@@ -14,8 +14,9 @@ from planner.errors import InputError
 from planner.measure.machine import this_device
 from planner.measure.settings import Asked
 from planner.profile import Device, Profile
+from planner.profile.tensor_sizes import left_out
 
-GRAPH, LAYERWISE, LEFT_OUT, TENSOR_LEFT_OUT = "graph", "measured", "left_out", "tensor_left_out"
+GRAPH, LAYERWISE, LEFT_OUT = "graph", "measured", "left_out"
 """Keys of the notes."""
 BY_LAYER = "layer by layer"
 
@@ -44,14 +45,10 @@ def unchanged(earlier: Profile, model_file: ModelFile, asked: Asked) -> bool:
     if not known.issuperset(asked.microbatch_sizes) or GRAPH not in notes:
         return False
     split = [{cost.tensor for cost in layer.costs} for layer in earlier.layers]
-    if not (set.intersection(*split) | _noted(notes.get(TENSOR_LEFT_OUT, ""))).issuperset(asked.tensor):
+    if not (set.intersection(*split) | left_out(earlier).keys()).issuperset(asked.tensor):
         return False
     smallest = min(cost.microbatch_size for cost in earlier.layers[0].costs)
     return notes[GRAPH] == noted_graph(_captured(model_file, asked, smallest))
-
-
-def _noted(words: str) -> set[int]:
-    return {int(word) for word in words.split(",") if word.isdecimal()}
 
 
 def _captured(model_file: ModelFile, asked: Asked, size: int) -> Capture:

@@ -20,6 +20,7 @@ from planner.graph import LayerGraph, Stage, derive_stages
 from planner.plan.job import asked_of, job_of, predicted_of, schedule_of
 from planner.plan.plan import Plan, Predicted
 from planner.profile import Profile, read_profile
+from planner.profile.tensor_sizes import why_missing
 from planner.record import record
 from planner.schedules import Wiring, check_schedule
 from planner.simulate import Timeline, simulate
@@ -69,6 +70,7 @@ def stale_stages(plan: Plan, profile: Profile) -> tuple[str, ...]:
 
 
 def _derived(plan: Plan, profile: Profile, cluster: Cluster) -> tuple[Stage, ...]:
+    check_tensor_sizes(plan, profile)
     return derive_stages(
         LayerGraph.of(profile),
         [stage.layers for stage in plan.stages],
@@ -78,6 +80,20 @@ def _derived(plan: Plan, profile: Profile, cluster: Cluster) -> tuple[Stage, ...
         tensor=plan.parallel.tensor,
         cluster=cluster,
     )
+
+
+def check_tensor_sizes(plan: Plan, profile: Profile) -> None:
+    """Raises InputError where the profile does not tell what a plan's tensor ranks cost."""
+    sizes = plan.parallel
+    if (missing := why_missing(profile, sizes.tensor)) is not None:
+        fault, mend = missing
+        raise InputError(f"parallel.tensor: is {sizes.tensor}, but {fault}", hint=mend)
+    if sizes.tensor > 1 and bool(sizes.sequence) != bool(profile.sequence_parallel):
+        said, how = ("not true", "with") if profile.sequence_parallel else ("true", "without")
+        raise InputError(
+            f"parallel.sequence: is {said}, but the profile was measured {how} sequence parallel",
+            hint="set it as the profile is, or profile the model anew and solve",
+        )
 
 
 def check_plan(plan: Plan, profile: Profile) -> PlanCheck:

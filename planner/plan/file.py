@@ -57,6 +57,8 @@ def _size_faults(plan: Plan) -> Iterator[Fault]:
             f"is {sizes.gpus}, but pipeline {sizes.pipeline} · data {sizes.data} · tensor {sizes.tensor} is {gpus}",
             "gpus must be their product",
         )
+    if sizes.sequence and sizes.tensor == 1:
+        yield "parallel.sequence", "is true, but tensor is 1", "remove it: there are no ranks to share tokens"
     stages = sizes.pipeline * sizes.virtual
     forwards = stages * batch.microbatches
     if forwards > MOST_FORWARDS:

@@ -6,7 +6,7 @@ from planner.cluster import memory_limit
 from planner.errors import InputError
 from planner.graph import LayerGraph
 from planner.plan import Plan, Predicted, job_of, predicted_of, schedule_of
-from planner.plan.check import bound_that_holds
+from planner.plan.check import bound_that_holds, check_tensor_sizes
 from planner.profile import Profile
 from planner.record import record
 from planner.report.bubble import Bubble, bubble_of
@@ -51,6 +51,7 @@ class Overview:
 
 def overview_of(plan: Plan, profile: Profile) -> Overview:
     """Simulate a plan: stages, sends and returns as they stand. Raises InputError where its schedule cannot run."""
+    check_tensor_sizes(plan, profile)
     job, schedule = job_of(plan, profile), schedule_of(plan)
     found = check_schedule(schedule, num_microbatches=job.num_microbatches, wiring=Wiring.of(job.stages))
     if found.errors:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from planner.files import plain
 from planner.profile import Profile
+from planner.profile.tensor_sizes import sizes_of
+from planner.report.splits import share_of
 from planner.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -132,6 +134,12 @@ def _remarks(measured: Measured, change: Difference | None, earlier: Profile | N
         )
     for one in measured.left_out:
         yield f"micro-batch size {one.microbatch_size} is left out: {one.reason}"
+    for size in sizes_of(profile):
+        if size > 1:
+            yield (
+                f"tensor size {size}: a rank holds {share_of(profile, size):.1%} of the parameters; pipeplan show tells "
+                "what is split and what is not"
+            )
     for size, why in measured.tensor_left_out.items():
         yield f"tensor size {size} is left out: {why}"
     sizes = [cost.microbatch_size for cost in profile.layers[0].costs if cost.tensor == 1]

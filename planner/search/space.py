@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from planner.cluster import Cluster
+from planner.cluster import Cluster, check_tensor
 from planner.errors import InputError
 from planner.graph import LayerGraph
+from planner.profile import tensor_sizes
 from planner.record import record
 from planner.schedules import Placement, Schedule, ScheduleName, build
 
@@ -83,15 +84,9 @@ def configurations(graph: LayerGraph, asked: Asked) -> tuple[Configuration, ...]
     """
     rows = [(size, tensor) for size, tensor in graph.rows() if _tensor_asked(asked, tensor)]
     sizes = sorted({size for size, _ in rows})
-    if asked.tensor is not None:
-        missing = [tensor for tensor in asked.tensor if tensor not in {found for _, found in rows}]
-        if missing:
-            known = sorted({tensor for _, tensor in graph.rows()})
-            raise InputError(
-                f"no costs at tensor size {missing[0]} for all layers, or nodes cannot hold such groups "
-                f"(it has {_words(known)})",
-                hint=f"pipeplan profile --tensor {missing[0]} measures them; it must divide gpus_per_node",
-            )
+    if not rows and asked.tensor is not None:
+        fault, mend = tensor_left_out(graph, asked)[asked.tensor[0]]
+        raise InputError(fault, hint=mend)
     if asked.microbatch is not None:
         missing = [size for size in asked.microbatch if size not in sizes]
         if missing:
@@ -120,17 +115,36 @@ def configurations(graph: LayerGraph, asked: Asked) -> tuple[Configuration, ...]
         for placement in ((Placement.LOOP, Placement.V) if virtual == 2 and ranks > 1 else (Placement.LOOP,))
     )
     if not made:
-        fault, mend = _nothing(graph, asked, sizes)
+        fault, mend = _nothing(graph, asked, sizes, sorted({tensor for _, tensor in rows}))
         raise InputError(fault, hint=mend)
     return tuple(sorted(made, key=lambda c: (c.gpus, c.num_microbatches, c.pipeline, c.virtual, c.placement)))
 
 
+def tensor_left_out(graph: LayerGraph, asked: Asked) -> dict[int, tuple[str, str]]:
+    """The tensor sizes asked for, or profiled where none are, that no plan can have: why, and the mend."""
+    sizes = asked.tensor or {*tensor_sizes.sizes_of(graph.profile), *tensor_sizes.left_out(graph.profile)}
+    found = {}
+    for size in sorted(sizes):
+        reason = tensor_sizes.why_missing(graph.profile, size) or _no_room(asked, size)
+        if reason is not None:
+            found[size] = reason
+    return found
+
+
+def _no_room(asked: Asked, tensor: int) -> tuple[str, str] | None:
+    """Why tensor groups of this size have no place on the GPUs asked for; they lie within a node."""
+    if tensor > asked.gpus:
+        return f"{tensor} tensor ranks are more than the {asked.gpus} GPUs asked for", "ask for fewer, or for more GPUs"
+    try:
+        check_tensor(asked.cluster, tensor)
+    except InputError as error:
+        return error.message, error.hint
+    return None
+
+
 def _tensor_asked(asked: Asked, tensor: int) -> bool:
-    """Whether tensor groups of this size are to be searched: they lie within a node."""
-    per_node = asked.cluster.gpus_per_node
-    if asked.tensor is not None and tensor not in asked.tensor:
-        return False
-    return tensor == 1 or (tensor <= asked.gpus and (per_node is None or per_node % tensor == 0))
+    """Whether tensor groups of this size are to be searched."""
+    return (asked.tensor is None or tensor in asked.tensor) and _no_room(asked, tensor) is None
 
 
 def _copies(asked: Asked, size: int, tensor: int) -> Iterator[int]:
@@ -140,7 +154,7 @@ def _copies(asked: Asked, size: int, tensor: int) -> Iterator[int]:
             yield data
 
 
-def _nothing(graph: LayerGraph, asked: Asked, sizes: Sequence[int]) -> tuple[str, str]:
+def _nothing(graph: LayerGraph, asked: Asked, sizes: Sequence[int], tensors: Sequence[int]) -> tuple[str, str]:
     """Why there is no configuration, and the mend."""
     copies = asked.data or (1,)
     if not any(asked.global_batch % (size * data) == 0 for size in sizes for data in copies):
@@ -148,6 +162,16 @@ def _nothing(graph: LayerGraph, asked: Asked, sizes: Sequence[int]) -> tuple[str
             f"a global batch of {asked.global_batch} is no multiple of a micro-batch size that was measured "
             f"({_words(sizes)}) times the replicas ({_words(copies)})"
         ), "choose --batch so that it is"
+    data = min(one for one in copies if any(asked.global_batch % (size * one) == 0 for size in sizes))
+    ranks, virtual, tensor = min(asked.pipeline or (1,)), min(asked.virtual or (1,)), min(tensors)
+    if (gpus := ranks * data * tensor) > asked.gpus:
+        return (
+            f"pipeline {ranks} · data {data} · tensor {tensor} is {gpus} GPUs, more than the {asked.gpus} of --gpus"
+        ), "ask for less with --pipeline, --data or --tensor, or for more with --gpus"
+    if ranks * virtual > len(graph):
+        return (
+            f"pipeline {ranks} · virtual {virtual} is {ranks * virtual} stages, more than the {len(graph)} layers"
+        ), "no stage is empty: ask for less with --pipeline or --virtual"
     most = min(asked.gpus, len(graph))
     return (
         f"no pipeline size asked for ({_words(asked.pipeline or ())}) fits {asked.gpus} GPUs and {len(graph)} layers"
