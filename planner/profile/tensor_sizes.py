@@ -1,4 +1,4 @@
-"""The tensor sizes (T) that a profile has costs at, those that its model cannot be split at, and why others are none."""
+"""The tensor sizes (T) that a profile has costs at, those that its model cannot be split at, and why one is none."""
 
 from __future__ import annotations
 

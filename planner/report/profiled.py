@@ -137,8 +137,8 @@ def _remarks(measured: Measured, change: Difference | None, earlier: Profile | N
     for size in sizes_of(profile):
         if size > 1:
             yield (
-                f"tensor size {size}: a rank holds {share_of(profile, size):.1%} of the parameters; pipeplan show tells "
-                "what is split and what is not"
+                f"tensor size {size}: a rank holds {share_of(profile, size):.1%} of the parameters; "
+                "pipeplan show tells what is split and what is not"
             )
     for size, why in measured.tensor_left_out.items():
         yield f"tensor size {size} is left out: {why}"
