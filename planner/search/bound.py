@@ -9,17 +9,19 @@ over sends, returns, F -> B or I and I -> W, and what surely follows (all-reduce
                 T >= least (head + duration) + M · bytes / bandwidth + least (latency + head-to-end of what reads it)
     start rows  for each rank and head value a of its I's (or B's), S = {stages whose I has head >= a}: until a there
                 are only F's of S, as many as its memory holds:  T >= a + M · (sum of S) - these F's + what follows
-    closing     a rank's all-reduces follow one another, the first one some stage's last action, which needs all that
-                leads to it on that rank:  T >= least over k (head + M · sum of these) + all of the rank's all-reduces
+    closing     a rank's stages end in some order, each after all that leads to its last action on that rank, and their
+                all-reduces follow one another: the least over all orders (a recursion over sets of stages)
     slot rows   where at most d micro-batches fit between F and B of a rank's only stage, with round trip RTT:
                 T >= head(F) + ceil(M/d) · RTT + tail,  T >= head(B) + M · B + (M-d) · F + tail  (split: I + W for B)
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Final
 
 from planner.cluster import memory_limit
 from planner.graph import Stage
@@ -29,6 +31,8 @@ from planner.simulate.costs import Handover, Links
 from planner.simulate.memory import resident_bytes
 
 _Node = tuple[str, int]
+MOST_SETS: Final = 5
+"""Stages of a rank of whose sets all are gone through."""
 
 
 def cut_bound(walk: Walk, *, fused: bool) -> float:
@@ -37,6 +41,11 @@ def cut_bound(walk: Walk, *, fused: bool) -> float:
     ``fused``: orders with whole backwards (B) only; else every order. Infinite where not even one micro-batch fits.
     """
     return _CutBound(walk, fused).bound_s
+
+
+def ending_order(walk: Walk, *, fused: bool) -> tuple[int, ...]:
+    """The stages of a job of one rank, in the order in which they best end for their all-reduces."""
+    return _CutBound(walk, fused).closing(0)[1]
 
 
 class _CutBound:
@@ -56,7 +65,7 @@ class _CutBound:
             reached = self.head[node] + self.seconds[node]
             for target, delay in self.after[node]:
                 self.head[target] = max(self.head[target], reached + delay)
-        self.tail = {node: self.post_s[self.stages[node[1]].rank] for node in order}
+        self.tail = {node: self._after_s(node) for node in order}
         for node in reversed(order):
             for target, delay in self.after[node]:
                 self.tail[node] = max(self.tail[node], delay + self.seconds[target] + self.tail[target])
@@ -77,6 +86,14 @@ class _CutBound:
             self.seconds["W", stage] = cost.backward_weight_s
             self.after["I", stage].append((("W", stage), 0.0))
             self.after["W", stage] = []
+
+    def _after_s(self, node: _Node) -> float:
+        """What surely follows an action: after a W (or B) its stage's own all-reduce."""
+        letter, stage = node
+        rank = self.stages[stage].rank
+        if letter not in "BW" or self.job.data == 1:
+            return self.post_s[rank]
+        return self.post_s[rank] - self.endings.reduce_s[rank] + all_reduce_s(self.job, stage)
 
     def _order(self) -> list[_Node]:
         """Forwards up the stages, backwards down them: every path goes this way."""
@@ -177,22 +194,68 @@ class _CutBound:
 
     def _closing_rows(self) -> list[float]:
         """A rank's all-reduces run one at a time, none before all that leads to its stage's last action has ended."""
-        count, made = self.job.num_microbatches, []
+        if self.job.data == 1:
+            return []
+        return [self.closing(rank)[0] for rank in range(self.job.num_ranks)]
+
+    def closing(self, rank: int) -> tuple[float, tuple[int, ...]]:
+        """The least time at which a rank may be done, and the order in which its stages end then.
+
+        Stages end one after another: when all of a set have, all that leads to one of them has, and their all-reduces
+        began no sooner than each of them ended. With one rank and memory for all this is reached.
+        """
+        count, own = self.job.num_microbatches, [stage.stage for stage in self.stages if stage.rank == rank]
+        mine = [node for k in own for node in self._actions(k)]
         last = "B" if self.fused else "W"
-        for rank in range(self.job.num_ranks):
-            own = [stage.stage for stage in self.stages if stage.rank == rank]
-            reduced = [k for k in own if self.stages[k].trainable_bytes]
-            if not reduced or self.job.data == 1:
-                continue
-            mine = [node for k in own for node in self._actions(k)]
-            first = math.inf
-            for k in reduced:
-                leading = [node for node in mine if self._leads(node, (last, k))]
-                works = count * sum(self.seconds[node] for node in leading)
-                first = min(first, min(self.head[node] for node in leading) + works)
-            after_all_s = self.endings.all_reduces_s[rank] - self.endings.reduce_s[rank]
-            made.append(first + after_all_s + self.post_s[rank])
-        return made
+        leading = {k: {node for node in mine if self._leads(node, (last, k))} for k in own}
+        share = 0.5 if self.job.zero1 else 1.0
+        reduces = {k: share * all_reduce_s(self.job, k) for k in own}
+        after_s = self.endings.post_s[rank] - self.endings.reduce_s[rank]
+        after_s += (1 - share) * self.endings.all_reduces_s[rank]
+        if len(own) > MOST_SETS:
+            alone = [count * sum(map(self.seconds.__getitem__, leading[k])) for k in own if reduces[k]]
+            return min(alone, default=0.0) + sum(reduces.values()) + after_s, tuple(reversed(own))
+        ends = {k: self._ended_s((last, k)) for k in own} if len(own) > 1 else {own[0]: 0.0}
+        ended: dict[frozenset[int], tuple[float, tuple[int, ...]]] = {frozenset(): (0.0, ())}
+        for size in range(1, len(own) + 1):
+            for some in itertools.combinations(own, size):
+                before = set().union(*(leading[k] for k in some))
+                works = min(self.head[node] for node in before) + count * sum(self.seconds[node] for node in before)
+                works = max([works, *(ends[k] for k in some)])
+                ways = [(ended[frozenset(some) - {k}], k) for k in some]
+                ended[frozenset(some)] = min((max(at, works) + reduces[k], (*order, k)) for (at, order), k in ways)
+        seconds, order = ended[frozenset(own)]
+        return seconds + after_s, order
+
+    def _ended_s(self, goal: _Node) -> float:
+        """The least time at which an action of all micro-batches has ended: what other ranks and links do before it."""
+        count, ended, back = self.job.num_microbatches, 0.0, "B" if self.fused else "I"
+        left = {goal: 0.0}  # the longest path from a node's end to the end of the goal
+        for node in reversed(self._order()):
+            ways = [delay + self.seconds[to] + left[to] for to, delay in self.after[node] if to in left]
+            if ways:
+                left[node] = max(ways)
+        by_rank: dict[int, list[_Node]] = defaultdict(list)
+        for node in left:
+            by_rank[self.stages[node[1]].rank].append(node)
+        for nodes in by_rank.values():
+            for start in {self.head[node] for node in nodes}:
+                later = [node for node in nodes if self.head[node] >= start]
+                works = count * sum(self.seconds[node] for node in later)
+                ended = max(ended, start + works + min(left[node] for node in later))
+        used: dict[tuple[int, int], list[tuple[float, float, float]]] = defaultdict(list)
+        for letter, handovers in (("F", self.walk.sends), (back, self.walk.returns)):
+            for stage, given in enumerate(handovers):
+                ready = self.head[letter, stage] + self.seconds[letter, stage]
+                for parcel in given.parcels:
+                    reader = (letter, parcel.to_stage)
+                    if reader in left:
+                        after = parcel.latency_s + self.seconds[reader] + left[reader]
+                        used[self.stages[stage].rank, parcel.to_rank].append((ready, parcel.busy_s, after))
+        for row in used.values():
+            busy = count * sum(seconds for _, seconds, _ in row)
+            ended = max(ended, min(ready for ready, _, _ in row) + busy + min(after for _, _, after in row))
+        return ended
 
     def _leads(self, node: _Node, goal: _Node) -> bool:
         """Whether an action of one stage always precedes that of another with the same micro-batch."""

@@ -20,7 +20,7 @@ from planner.search.chunks import stages_bound
 from planner.search.figures import Figures, LayerFigures
 from planner.search.ilp import Solved
 from planner.search.lattice import Lattice, lattice_of
-from planner.search.listed import Listed, listed
+from planner.search.listed import MOST_LAYERS, ChainCuts, chain_cuts
 from planner.search.proof import prove
 from planner.search.space import Asked, Configuration
 from planner.search.suffix import Shape, SuffixBound
@@ -53,7 +53,7 @@ class Bounds:
         self._figures: dict[tuple[int, int], Figures] = {}
         self._known: dict[tuple[Configuration, bool], float] = {}
         self._suffixes: dict[tuple[Configuration, bool], SuffixBound] = {}
-        self._listed: dict[Configuration, Listed | None] = {}
+        self._cuts: dict[Configuration, ChainCuts | None] = {}
 
     def layers(self, configuration: Configuration) -> LayerFigures:
         """The layers at a configuration's micro-batch size and tensor size."""
@@ -131,18 +131,27 @@ class Bounds:
         self._known[configuration, fused] = max(self.known(configuration, fused=fused), exact)
         return self._known[configuration, fused]
 
-    def listed(self, configuration: Configuration) -> Listed | None:
-        """Every cut of a configuration with its bound; None where they are too many, or where the recursion does."""
-        if configuration not in self._listed:
-            made = listed(self.layers(configuration), configuration) if configuration.virtual > 1 else None
-            self.spent += len(made.marks) * configuration.pipeline * configuration.virtual // 10 if made else 0
-            self._listed[configuration] = made
-        return self._listed[configuration]
+    def lists_cuts(self) -> bool:
+        """Whether the graph is a chain short enough that its cuts can be gone through."""
+        return self.graph.is_chain and len(self.graph) <= MOST_LAYERS
 
-    def _least_listed(self, configuration: Configuration) -> float:
-        """The least bound of a single cut, where all are listed."""
-        every = self.listed(configuration)
-        return float(every.bounds_s.min()) if every is not None else 0.0
+    def cuts(self, configuration: Configuration) -> ChainCuts | None:
+        """The cuts of a configuration of a short chain, each with its bound; None elsewhere."""
+        if configuration not in self._cuts:
+            recompute = self.shape(configuration, fused=False).recompute
+            self._cuts[configuration] = chain_cuts(self.layers(configuration), configuration, recompute, fused=False)
+        return self._cuts[configuration]
+
+    def _least_of_cuts(self, configuration: Configuration, bound: float, best_s: float) -> float:
+        """The least bound of a single cut, as far as cuts can be gone through: ``bound`` or more."""
+        cuts = self.cuts(configuration)
+        if cuts is None:
+            return bound
+        before = cuts.spent
+        least = cuts.least(bound, best_s)
+        self.spent += cuts.spent - before
+        self._known[configuration, False] = max(self.known(configuration, fused=False), least)
+        return least
 
     def solved(
         self,
@@ -191,9 +200,10 @@ class Bounds:
         return min(solved.bound, below)
 
     def _confirmed(self, configuration: Configuration, bound: float, best_s: float) -> float:
-        """The bound, raised by the ILP's where there is no recursion; with one the ILP can only confirm it."""
-        solved = max(self.proven(configuration, fused=False, best_s=best_s), self._least_listed(configuration))
-        return bound if self.suffix(configuration, fused=False) is not None else max(bound, solved)
+        """The bound, raised by the ILP's where there is no recursion (with one it can only confirm it), and by cuts."""
+        solved = self.proven(configuration, fused=False, best_s=best_s)
+        raised = bound if self.suffix(configuration, fused=False) is not None else max(bound, solved)
+        return self._least_of_cuts(configuration, raised, best_s)
 
     def least(
         self, configurations: Sequence[Configuration], best_s: float, ended: Callable[[], bool] = lambda: False
@@ -212,7 +222,7 @@ class Bounds:
                 return bound
             if ended():
                 lists -= 1
-                better = max(bound, self._least_listed(configuration)) if lists >= 0 else bound
+                better = self._least_of_cuts(configuration, bound, best_s) if lists >= 0 else bound
                 if better <= bound:
                     return bound
                 level = 1

@@ -127,7 +127,7 @@ class _Course(Search):
     def _exhaust(self, pulse: Callable[[], None] | None = None) -> bool:
         """Where there is little, all of what may be faster; whether that was all."""
         state, lattice = self.state, self.bounds.lattice
-        if lattice is None or len(self.graph) > MOST_LAYERS:
+        if lattice is None or (len(self.graph) > MOST_LAYERS and not self.bounds.lists_cuts()):
             return False
         known = {one: self.bounds.known(one, fused=False) for one in self.configurations}
         near = sorted((one for one in known if not state.beats(known[one])), key=known.__getitem__)

@@ -30,6 +30,8 @@ from planner.search.bound import cut_bound
 from planner.search.figures import LayerFigures
 from planner.search.job import job_of_cut
 from planner.search.lattice import Floats, Lattice
+from planner.search.listed import chain_cuts
+from planner.search.orders import FUSED
 from planner.search.result import Candidate
 from planner.search.space import Asked, Configuration
 from planner.search.warmups import Branching, Effort, OutOfEffortError, Rows, rows_of, with_recompute
@@ -38,7 +40,8 @@ from planner.simulate.memory import resident_bytes
 from planner.simulate.synthesise import synthesise
 
 MOST_LAYERS: Final = 12
-"""Larger graphs are not tried."""
+"""Larger graphs are not tried, but for chains whose cuts are listed as arrays, with less effort."""
+_LARGER: Final = 0.15
 _LIST: Final = 10_000_000
 _SETTLE: Final = 6_000_000
 _CLIMB: Final = 600_000
@@ -76,6 +79,7 @@ class Exhaust:
         self.limit: Final = memory_limit(asked.cluster)
         choices = {"none": (False,), "all": (True,), "auto": (False, True)}[asked.recompute]
         self.choices: Final = choices if self.limit is not None else choices[:1]  # it only takes time
+        self.effort: Final = asked.effort * (1.0 if len(graph) <= MOST_LAYERS else _LARGER)
         self.complete = True
         self.than_s = math.inf
         self._unlimited: Final = dataclasses.replace(
@@ -95,7 +99,7 @@ class Exhaust:
         begun: list[_Begun] = []
         soon: list[_Begun] = []
         try:
-            listing = Effort(self.asked.effort * _LIST, pulse)
+            listing = Effort(int(self.effort * _LIST), pulse)
             for number, one in enumerate(self._listed(configurations, listing)):
                 heapq.heappush(begun, one)
                 if number in _SOON or number % _OFTEN == _OFTEN - 1:
@@ -104,7 +108,7 @@ class Exhaust:
         except OutOfEffortError:
             self.complete = False
         for pass_, effort in ((self._settled, _SETTLE), (self._climbed, _CLIMB)):
-            spent = Effort(self.asked.effort * effort, pulse)
+            spent = Effort(int(self.effort * effort), pulse)
             try:
                 for one in sorted(begun):
                     if self._beats(one.bound_s):
@@ -114,7 +118,7 @@ class Exhaust:
             if self.complete:
                 break
         if ScheduleName.SYNTHESISED in self.asked.schedules:
-            inventing = Effort(self.asked.effort * _INVENT, pulse)
+            inventing = Effort(int(self.effort * _INVENT), pulse)
             with contextlib.suppress(OutOfEffortError):
                 for one in sorted((*soon, *begun)):
                     if self._beats(one.bound_s):
@@ -129,12 +133,17 @@ class Exhaust:
         """Every cut that its busiest rank and its bound leave below the best time."""
         place = itertools.count()
         for configuration in configurations:
-            layers = LayerFigures(
-                self.graph,
-                microbatch_size=configuration.microbatch_size,
-                tensor=configuration.tensor,
-                cluster=self.asked.cluster,
-            )
+            layers = self._layers_of(configuration)
+            cuts = chain_cuts(layers, configuration, self.choices, fused=self._is_fused(configuration))
+            if cuts is not None:
+                near = cuts.below(self.than_s * (1 - _EQUAL))
+                effort.spend(cuts.spent)
+                self.complete &= near is not None
+                for bound, marks in zip(near.bounds_s.tolist(), near.marks.tolist(), strict=True) if near else ():
+                    if self._beats(bound):
+                        effort.spend(1)
+                        yield _Begun(bound, next(place), configuration, tuple(marks))
+                continue
             loads = layers.load_s + (layers.forward_s if self.choices[0] else 0.0)
             for ideals in self._light(configuration, loads * configuration.num_microbatches, effort):
                 effort.spend(_READY)
@@ -144,6 +153,19 @@ class Exhaust:
                 bound = cut_bound(Walk(job), fused=False)
                 if self._beats(bound):
                     yield _Begun(bound, next(place), configuration, ideals)
+
+    def _layers_of(self, configuration: Configuration) -> LayerFigures:
+        return LayerFigures(
+            self.graph,
+            microbatch_size=configuration.microbatch_size,
+            tensor=configuration.tensor,
+            cluster=self.asked.cluster,
+        )
+
+    def _is_fused(self, configuration: Configuration) -> bool:
+        """Whether all schedules asked for run W's right after their I's: those of two parts do so on one rank."""
+        named = [name for name in self._suited(configuration) if name is not ScheduleName.SYNTHESISED]
+        return configuration.pipeline == 1 or all(name in FUSED for name in named)
 
     def _light(self, configuration: Configuration, loads: Floats, effort: Effort) -> Iterator[tuple[int, ...]]:
         """The ideals of every cut with no rank that has more to do than the best time."""
@@ -183,6 +205,8 @@ class Exhaust:
     def _settled(self, one: _Begun, effort: Effort) -> Iterator[Candidate]:
         """All warm-ups and choices of what recomputes."""
         effort.spend(_READY)
+        if not self._beats(self._bound_of(one)):
+            return
         branching = Branching(self._job(one.configuration, one.ideals, limited=True), self.choices, effort)
         for name in self._suited(one.configuration):
             for rows in self._rows_of(name, one.configuration):
@@ -195,6 +219,11 @@ class Exhaust:
                         warmup=warmup,
                         timeline=timeline,
                     )
+
+    def _bound_of(self, one: _Begun) -> float:
+        """The bound of a cut, ties and all."""
+        bound = cut_bound(Walk(self._job(one.configuration, one.ideals)), fused=self._is_fused(one.configuration))
+        return max(bound, one.bound_s)
 
     def _suited(self, shape: Configuration) -> list[ScheduleName]:
         """The schedules asked for that suit a shape, without those that another one has among its warm-ups."""

@@ -1,152 +1,151 @@
-"""The bound of every single cut of a short chain with several stages a rank, all at once as arrays over the cuts.
+"""Every cut of a chain that may be faster than a time, with a bound for each, all at once as arrays over the cuts.
 
-Per rank with stages k0 < k1 < ..., for every order of actions:
-
-    loads       T >= F's and links before ka + M · (load of the rank - F of its first a) + step, where a > 0 only if all
-                gradients come back
-    links       per ordered pair of ranks:  T >= first message's start + M · (seconds of all messages, both ways)
-    reduces     T >= least over trained k of M · (F of own stages up to k, I from k on, W of k)
-                     + all of the rank's all-reduces + step
-    memory      parameters, gradients, optimizer state and buffers fit, or there is no such cut
-
-A linear program over stages knows neither what crosses a boundary nor what a stage reduces: these rows do.
+Boundaries are set from the first stage on; what is begun is left as soon as one of its ranks or links is over the time,
+what a rank holds at all times does not fit, or the ranks together have too little left for the layers to come. What
+bounds a whole cut stands in cut_rows.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections import defaultdict
-from typing import Final
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
 
 import numpy as np
 
-from planner.cluster import Link, link_between, memory_limit, ring_link
-from planner.schedules import ranks_of
-from planner.search.figures import LayerFigures, tied
-from planner.search.lattice import Floats, Ints
+from planner.search.cut_rows import ChainSums, CutRows
+from planner.search.figures import LayerFigures
+from planner.search.lattice import Bools, Floats, Ints
 from planner.search.space import Configuration
 
-MOST_LISTED: Final = 60_000
-"""Cuts of a configuration that are listed; where there are more, there is no list."""
+MOST_STAGES: Final = 40
+"""Stages of a configuration whose cuts are listed: with more of them there are too many."""
+MOST_LAYERS: Final = 64
+"""Layers of a chain whose cuts are listed."""
+MOST_CUTS: Final = 40_000
+"""Cuts, begun or whole, that are looked at together; where there are more, there is no list."""
+_AT_ONCE: Final = 100_000
+"""Cuts in one array."""
+_NEARER: Final = 6
+"""Steps by which a time is looked for below which there are few enough cuts."""
 
 
-class Listed:
-    """All cuts of one configuration of a chain: ``marks[i]`` its boundaries, ``bounds_s[i]`` no order is faster."""
+class Near(NamedTuple):
+    """Cuts in order of their bound: ``marks[i]`` the boundaries of cut i, 0 and the number of layers included."""
 
-    def __init__(self, layers: LayerFigures, configuration: Configuration) -> None:
-        self.layers: Final = layers
-        self.shape: Final = configuration
-        stages, count = configuration.pipeline * configuration.virtual, len(layers.graph)
-        inner = list(itertools.combinations(range(1, count), stages - 1))
-        self.marks: Final[Ints] = np.empty((len(inner), stages + 1), dtype=np.int64)
-        self.marks[:, 0], self.marks[:, -1] = 0, count
-        self.marks[:, 1:-1] = np.array(inner, dtype=np.int64).reshape(len(inner), stages - 1)
-        self.rank_of: Final = ranks_of(configuration.pipeline, configuration.virtual, configuration.placement)
-        self.forward: Final = self._between(layers.forward_s)
-        self.inputs: Final = self._between(layers.input_s)
-        self.load: Final = self._between(layers.load_s)
-        self.trainable: Final = self._trainable()
-        self._links()
-        self.bounds_s: Final[Floats] = self._rows()
+    marks: Ints
+    bounds_s: Floats
 
-    def below(self, seconds: float) -> list[tuple[int, ...]]:
-        """The boundaries of the cuts that may be faster than a time, least bound first."""
-        near = np.flatnonzero(self.bounds_s < seconds)
-        return [tuple(self.marks[i].tolist()) for i in near[np.argsort(self.bounds_s[near], kind="stable")]]
 
-    def _between(self, per_layer: Floats) -> Floats:
-        """Sums over the layers of each stage, a row for each cut."""
-        sums = np.concatenate([[0.0], np.cumsum(per_layer)])
-        made: Floats = np.diff(sums[self.marks], axis=1)
-        return np.maximum(made, 0.0)
+class ChainCuts:
+    """The cuts of one configuration of a chain. ``spent``: effort so far, in simulated actions."""
 
-    def _trainable(self) -> Floats:
-        """Trainable bytes of each stage; tied parameters are left out."""
-        users = {layer for held, _, _ in tied(self.layers.graph) for layer in held}
-        sizes = [0.0 if i in users else float(cost.trainable_bytes) for i, cost in enumerate(self.layers.costs)]
-        return self._between(np.array(sizes))
+    def __init__(self, sums: ChainSums) -> None:
+        self.sums: Final = sums
+        self.num_layers: Final = len(sums.layers.graph)
+        self.num_stages: Final = len(sums.rank_of)
+        self.spent = 0
 
-    def _links(self) -> None:
-        """When each stage may have its first input; how long each link is busy with the messages of a micro-batch."""
-        cluster, layers = self.layers.cluster, self.layers
-        assert cluster is not None
-        cuts = len(self.marks)
-        hops: Floats = np.zeros((cuts, len(self.rank_of)))
-        self.busy_s: dict[tuple[int, int], Floats] = defaultdict(lambda: np.zeros(cuts))
-        for k, (one, other) in enumerate(itertools.pairwise(self.rank_of)):
-            link = self._link(one, other)
-            if one == other or link is None or not cluster.overlap:
-                continue
-            place = self.marks[:, k + 1]
-            ahead = layers.ahead_bytes[place] / link.bandwidth_bytes_per_s
-            self.busy_s[one, other] = self.busy_s[one, other] + ahead
-            self.busy_s[other, one] = self.busy_s[other, one] + layers.back_bytes[place] / link.bandwidth_bytes_per_s
-            hops[:, k + 1] = ahead + np.where(ahead > 0, link.latency_s, 0.0)
-        before = np.cumsum(self.forward, axis=1) - self.forward
-        self.heads: Floats = before + np.cumsum(hops, axis=1)
+    # --- which cuts there are -----------------------------------------------------------------------------------------
 
-    def _link(self, one: int, other: int) -> Link | None:
-        cluster = self.layers.cluster
-        assert cluster is not None
-        return link_between(one, other, data=self.shape.data, tensor=self.layers.tensor, cluster=cluster)
+    def least(self, floor_s: float, below_s: float) -> float:
+        """The least bound of a cut, or what is known to be below it: at least ``floor_s``, at most ``below_s``."""
+        if not math.isfinite(below_s):
+            return floor_s
+        low, high, at = floor_s, below_s, below_s
+        for _ in range(_NEARER):
+            near = self.below(at)
+            if near is None:
+                high = at
+            elif len(near.marks):
+                return max(floor_s, float(near.bounds_s[0]))
+            elif at >= below_s:
+                return below_s
+            else:
+                low = at
+            at = (low + high) / 2
+            if high - low <= 1e-4 * high:
+                break
+        return low
 
-    def _rows(self) -> Floats:
-        count = self.shape.num_microbatches
-        step_s = self.layers.graph.profile.optimizer.step_s_per_trainable_byte
-        bounds: Floats = np.zeros(len(self.marks))
-        for rank in range(self.shape.pipeline):
-            own = [k for k, home in enumerate(self.rank_of) if home == rank]
-            step = self.trainable[:, own].sum(axis=1) * step_s
-            works = count * self.load[:, own].sum(axis=1)
-            for k in own if self.layers.comes_back[1:-1].all() else own[:1]:  # else backwards may come before ka
-                bounds = np.maximum(bounds, self.heads[:, k] + works + step)
-                works = works - count * self.forward[:, k]
-            bounds = np.maximum(bounds, self._reduced(rank, own) + step)
-        for (one, _), busy in self.busy_s.items():
-            first = [self.heads[:, k] + self.forward[:, k] for k, home in enumerate(self.rank_of) if home == one]
-            bounds = np.maximum(bounds, np.where(busy > 0, np.min(first, axis=0) + count * busy, 0.0))
-        bounds[~self._fits()] = math.inf
+    def below(self, seconds: float, most: int = MOST_CUTS) -> Near | None:
+        """All cuts that may be faster than a time; None where more than ``most`` of them are begun."""
+        marks = np.zeros((1, 1), dtype=np.int64)
+        for stage in range(self.num_stages):
+            kept = []
+            number = 0
+            for begun in self._longer(marks, stage):
+                fine = begun[self._may_be_faster(begun, seconds)]
+                number += len(fine)
+                if number > most:
+                    return None
+                kept.append(fine)
+            marks = np.concatenate(kept) if kept else np.zeros((0, stage + 2), dtype=np.int64)
+        bounds = self.bounds_s(marks)
+        near = np.flatnonzero(bounds < seconds)
+        near = near[np.argsort(bounds[near], kind="stable")]
+        return Near(marks[near], bounds[near])
+
+    def _longer(self, marks: Ints, stage: int) -> Iterator[Ints]:
+        """Begun cuts with one more stage, a few at a time."""
+        last_stage = stage == self.num_stages - 1
+        last = self.num_layers - (self.num_stages - 1 - stage)
+        first = np.full(len(marks), last) if last_stage else marks[:, -1] + 1
+        ways = np.cumsum(np.maximum(last - first + 1, 0)) if not last_stage else np.arange(1, len(marks) + 1)
+        low = 0
+        while low < len(marks):
+            before = int(ways[low - 1]) if low else 0
+            high = max(low + 1, int(np.searchsorted(ways, before + _AT_ONCE, side="right")))
+            many = np.diff(np.concatenate([[before], ways[low:high]]))
+            begun = np.repeat(marks[low:high], many, axis=0)
+            offset = np.arange(len(begun)) - np.repeat(np.cumsum(many) - many, many)
+            ends = np.repeat(first[low:high], many) + offset
+            self.spent += len(begun) * (stage + 1) // 10
+            yield np.concatenate([begun, ends[:, None]], axis=1)
+            low = high
+
+    def _may_be_faster(self, marks: Ints, seconds: float) -> Bools:
+        """Whether what is begun leaves its ranks, its links and its memory below a time."""
+        sums, cut = self.sums, CutRows(self.sums, marks)
+        left = sums.count * (sums.load[-1] - sums.load[marks[:, -1]])
+        spare = np.zeros(len(marks))
+        fine = np.ones(len(marks), dtype=np.bool_)
+        for rank, stages in enumerate(sums.own):
+            own = [k for k in stages if k < cut.num_stages]
+            row = cut.loads(own) if own else cut.heads[-1] + cut.forward[-1]
+            spare += np.maximum(seconds - row, 0.0)
+            fine &= row < seconds
+            if own:
+                fine &= cut.reduced_at_least(rank, own) < seconds
+                fine &= cut.fits(own)
+        for busy in cut.busy().values():
+            fine &= busy < seconds
+        kept: Bools = fine & (spare >= left * (1 - 1e-9))
+        return kept
+
+    # --- what each cut is bound by ------------------------------------------------------------------------------------
+
+    def bounds_s(self, marks: Ints) -> Floats:
+        """A bound for each of some whole cuts: no order of actions is faster."""
+        sums, cut = self.sums, CutRows(self.sums, marks)
+        bounds: Floats = np.zeros(len(marks))
+        if not len(marks):
+            return bounds
+        cut.follow()
+        for rank, own in enumerate(sums.own):
+            bounds = np.where(cut.fits(own), bounds, math.inf)
+            for row in (*cut.rank_rows(own), cut.reduced(rank, own), *cut.start_rows(own)):
+                bounds = np.maximum(bounds, row)
+        for row in cut.busy((dict(enumerate(cut.tails)), dict(enumerate(cut.tails_back)))).values():
+            bounds = np.maximum(bounds, row)
         return bounds
 
-    def _reduced(self, rank: int, own: list[int]) -> Floats:
-        """When a rank's all-reduces may have ended."""
-        shape, cluster, profile = self.shape, self.layers.cluster, self.layers.graph.profile
-        assert cluster is not None
-        ring = ring_link(rank, data=shape.data, tensor=self.layers.tensor, cluster=cluster)
-        returned = self.layers.comes_back[2:-1].all() and (
-            self.layers.comes_back[1] or not self.layers.costs[0].trainable_bytes
-        )
-        if shape.data == 1 or ring is None or not returned:
-            return np.zeros(len(self.marks))
-        per_byte = 2 * (shape.data - 1) / shape.data * profile.gradient_bytes_per_trainable_byte
-        reduces = self.trainable[:, own].sum(axis=1) * per_byte / ring.bandwidth_bytes_per_s
-        first: Floats = np.full(len(self.marks), math.inf)
-        for place, k in enumerate(own):
-            leading = self.forward[:, own[: place + 1]].sum(axis=1) + self.inputs[:, own[place:]].sum(axis=1)
-            leading = leading + self.load[:, k] - self.forward[:, k] - self.inputs[:, k]
-            first = np.minimum(first, np.where(self.trainable[:, k] > 0, shape.num_microbatches * leading, math.inf))
-        made: Floats = np.where(np.isfinite(first), first + reduces, 0.0)
-        return made
 
-    def _fits(self) -> np.typing.NDArray[np.bool_]:
-        cluster, costs = self.layers.cluster, self.layers.costs
-        limit = memory_limit(cluster) if cluster is not None else None
-        fits = np.ones(len(self.marks), dtype=np.bool_)
-        if limit is None or tied(self.layers.graph):
-            return fits
-        factor = self.layers.fixed_factor()
-        sizes = [cost.parameter_bytes + factor * cost.trainable_bytes + cost.buffer_bytes for cost in costs]
-        fixed = self._between(np.array(sizes))
-        for rank in range(self.shape.pipeline):
-            own = [k for k, home in enumerate(self.rank_of) if home == rank]
-            fits &= fixed[:, own].sum(axis=1) <= limit + 1
-        return fits
-
-
-def listed(layers: LayerFigures, configuration: Configuration) -> Listed | None:
-    """All cuts of a configuration of a chain, each bounded; None where they are too many, or it is no chain."""
+def chain_cuts(
+    layers: LayerFigures, configuration: Configuration, recompute: Sequence[bool], *, fused: bool
+) -> ChainCuts | None:
+    """The cuts of a configuration; None where the graph is no short chain. ``fused``: with whole backwards only."""
     stages = configuration.pipeline * configuration.virtual
-    if not layers.graph.is_chain or math.comb(len(layers.graph) - 1, stages - 1) > MOST_LISTED:
+    if not layers.graph.is_chain or len(layers.graph) > MOST_LAYERS or stages > MOST_STAGES:
         return None
-    return Listed(layers, configuration)
+    return ChainCuts(ChainSums(layers, configuration, recompute, fused=fused))

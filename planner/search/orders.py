@@ -14,7 +14,8 @@ from typing import Final
 
 from planner.cluster import memory_limit
 from planner.errors import InputError
-from planner.schedules import Action, Letter, Schedule, ScheduleName, default_warmup, shape_fault
+from planner.schedules import Schedule, ScheduleName, default_warmup, shape_fault
+from planner.search.buckets import in_buckets
 from planner.search.depth import Depths1F1B
 from planner.search.space import Configuration
 from planner.search.stretch import STRETCHES, stretched
@@ -87,7 +88,7 @@ def time_cut(
         if trial.best is None or trial.best.iteration_s > bound_s * (1 + _EQUAL):
             trial.look(name, warmup, schedule)
     if ScheduleName.SYNTHESISED in names:
-        buckets = _buckets(configuration) if configuration.pipeline == 1 else ()
+        buckets = in_buckets(walk) if configuration.pipeline == 1 else ()
         for schedule in itertools.chain(buckets, _greedy(walk, bound_s, trial, quick=quick)):
             if is_over():
                 break
@@ -286,24 +287,3 @@ def _windows(walk: Walk) -> tuple[int, ...]:
         loads[stage.rank] += cost.forward_s + cost.backward_s
     least = math.ceil(trip_s / max(loads)) if max(loads) > 0 else 1
     return least, least + 2
-
-
-def _buckets(configuration: Configuration) -> Iterator[Schedule]:
-    """One rank's stages as buckets of the all-reduce: micro-batches one by one, the last ones stage by stage.
-
-    The more of them go stage by stage, the sooner the later stages are done, whose sums then run beside the rest.
-    """
-    count, stages = configuration.num_microbatches, range(configuration.virtual)
-    together = count
-    while together:
-        alone = [
-            Action(k, letter, m)
-            for m in range(count - together)
-            for letter, order in ((Letter.FORWARD, stages), (Letter.BACKWARD, stages[::-1]))
-            for k in order
-        ]
-        last = range(count - together, count)
-        forwards = [Action(k, Letter.FORWARD, m) for k in stages for m in last]
-        backwards = [Action(k, Letter.BACKWARD, m) for k in stages[::-1] for m in last]
-        yield ((*alone, *forwards, *backwards),)
-        together //= 2

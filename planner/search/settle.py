@@ -80,11 +80,11 @@ class Settle:
 
     def _listed(self, item: Item, most: int) -> list[tuple[int, ...]] | None:
         """The cuts of a short chain that may be faster than the best; None where they are too many, or unknown."""
-        made = self.search.bounds.listed(item.configuration)
-        if made is None:
+        cuts = self.search.bounds.cuts(item.configuration)
+        near = cuts.below(self.search.state.best_s * (1 - EQUAL)) if cuts is not None else None
+        if near is None or len(near.marks) > most:
             return None
-        near = made.below(self.search.state.best_s * (1 - EQUAL))
-        return near if len(near) <= most else None
+        return [tuple(marks) for marks in near.marks.tolist()]
 
     def _settle_in_order(self, item: Item, suffix: SuffixBound) -> bool:
         """Time all cuts with a bound below the best.
