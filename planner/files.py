@@ -40,14 +40,17 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file, unpacked where it is a .gz. Raises InputError where there is none, or it is no UTF-8."""
+    """The text of a file, unpacked where it is a .gz, less a byte order mark.
+
+    Raises InputError where there is none, or it is no UTF-8.
+    """
     try:
         if path.suffix == ".gz":
             held = _unpacked(path, _MOST_UNPACKED + 1)
             if len(held) > _MOST_UNPACKED:
                 raise InputError(f"{path}: unpacks to over {_MOST_UNPACKED >> 30} GiB", hint="check the path")
-            return held.decode("utf-8")
-        return path.read_text(encoding="utf-8")
+            return held.decode("utf-8-sig")
+        return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise InputError(f"{path}: there is no such file", hint="check the path") from None
     except IsADirectoryError:
@@ -117,7 +120,9 @@ _YAML_12 = {
 }
 
 
-_MOST_ENTRIES = 10_000_000
+_MOST_ENTRIES: Final = 10_000_000
+_MOST_DIGITS: Final = 400
+"""Of a whole number: no figure is longer, and Python neither reads nor spells out thousands of digits."""
 
 
 def _entries(data: object, known: dict[int, int]) -> int:
@@ -138,7 +143,7 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
-        for key_node, _ in node.value:
+        for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             if isinstance(key_node, yaml.ScalarNode):
                 if key_node.value in seen:
                     raise ConstructorError(
@@ -150,7 +155,16 @@ class _Loader(yaml.SafeLoader):
 
 def _yaml_int(loader: _Loader, node: yaml.ScalarNode) -> int:
     word = str(loader.construct_scalar(node))
+    if len(word) > _MOST_DIGITS:
+        raise ConstructorError(None, None, f"a whole number of {len(word)} characters", node.start_mark)
     return int(word, 0) if word[:2] in ("0o", "0x") else int(word)
+
+
+def _yaml_bool(loader: _Loader, node: yaml.ScalarNode) -> bool:
+    word = str(loader.construct_scalar(node)).lower()
+    if word not in ("true", "false"):  # as one can tag it
+        raise ConstructorError(None, None, f"{word!r} is neither true nor false", node.start_mark)
+    return word == "true"
 
 
 class _Dumper(yaml.SafeDumper):
@@ -164,7 +178,12 @@ for _tag, (_pattern, _first) in _YAML_12.items():
     for _kind in (_Loader, _Dumper):
         _starts = [*_first, ""] if _tag.endswith("null") else list(_first)
         _kind.add_implicit_resolver(_tag, re.compile(f"^(?:{_pattern})$"), _starts)
+_Loader.yaml_constructors = {  # and no other tags: sets, times and the like are in no file of ours
+    tag: yaml.SafeLoader.yaml_constructors[tag]
+    for tag in (*(f"tag:yaml.org,2002:{name}" for name in ("null", "float", "str", "seq", "map")), None)
+}
 _Loader.add_constructor("tag:yaml.org,2002:int", _yaml_int)
+_Loader.add_constructor("tag:yaml.org,2002:bool", _yaml_bool)
 
 
 def read_yaml(path: Path) -> object:

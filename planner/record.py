@@ -14,6 +14,7 @@ _T = TypeVar("_T")
 _LARGEST_INTEGER = 2**63 - 1
 Seconds = Annotated[float, Ge(0), Le(1e12)]
 Bytes = Annotated[int, Ge(0), Le(_LARGEST_INTEGER)]
+LayerBytes = Annotated[int, Ge(0), Le(2**50)]
 Index = Annotated[int, Ge(0), Le(_LARGEST_INTEGER)]
 Count = Annotated[int, Ge(1), Le(_LARGEST_INTEGER)]
 Fraction = Annotated[float, Ge(0), Le(1e18)]

@@ -15,6 +15,9 @@ import planner
 from planner.cli import check, doctor, example, export, import_, profile, run, schema, show, simulate, solve
 from planner.errors import PipeplanError
 
+_LONGEST_LINE = 1_000
+"""Letters of an error; a path is rarely so long."""
+
 app = typer.Typer(
     name="pipeplan",
     help="Plans pipeline-parallel training, proves the plan, and runs it.",
@@ -113,7 +116,10 @@ def _one_line(text: str) -> str:
 
 
 def _say(line: str) -> None:
+    """One line on stderr, its middle left out where a file's own words make it endless: the mend stands at its end."""
     shown = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in line)
+    if len(shown) > _LONGEST_LINE:
+        shown = f"{shown[: _LONGEST_LINE - 401]}…{shown[-400:]}"
     sys.stderr.write(f"pipeplan: {shown}\n")
 
 

@@ -21,6 +21,7 @@ from planner.exchange.foreign import (
     ForeignModel,
     entries,
     figure,
+    flag,
     halved_backward,
     mapping,
     profile_of,
@@ -31,6 +32,7 @@ from planner.files import read_json
 from planner.profile import Layer, Profile
 
 _SOME_BANDWIDTH = 1e9
+_SLOWEST, _FASTEST = 1.0, 1e15  # bytes a second: what else a size and a cost say is no link
 _KEYS = frozenset({"maxFPGAs", "maxCPUs", "maxSizePerFPGA", "nodes", "edges"})
 _NODE_KEYS = frozenset(
     {"id", "name", "fpgaLatency", "cpuLatency", "size", "isBackwardNode", "colorClass", "supportedOnFpga"}
@@ -104,14 +106,14 @@ def _nodes(document: dict[str, Any], path: Path) -> dict[int, _Node]:
         number = whole(entry.get("id"), place=f"{place}.id")
         if number in made:
             raise InputError(f"{place}.id: {number} stands there twice", hint="give each node its own id")
-        on_cpu = not entry.get("supportedOnFpga", 1)
+        on_cpu = not flag(entry.get("supportedOnFpga", 1), place=f"{place}.supportedOnFpga")
         latency = "cpuLatency" if on_cpu else "fpgaLatency"
         made[number] = _Node(
             number=number,
             name=str(entry.get("name", number)),
             seconds=figure(entry.get(latency), place=f"{place}.{latency}") / 1000,
             bytes=figure(entry.get("size", 0), place=f"{place}.size"),
-            backward=bool(entry.get("isBackwardNode", 0)),
+            backward=flag(entry.get("isBackwardNode", 0), place=f"{place}.isBackwardNode"),
             colour=str(entry.get("colorClass", f"node {number}")),
             on_cpu=on_cpu,
         )
@@ -149,6 +151,7 @@ def _layers_of(nodes: dict[int, _Node], path: Path) -> dict[int, str]:
 def _bandwidth(edges: list[_Edge]) -> float:
     """Bytes per second that most edges with a size and a cost agree on."""
     rates = [edge.bytes / edge.seconds for edge in edges if edge.bytes > 0 and edge.seconds > 0]
+    rates = [rate for rate in rates if _SLOWEST <= rate <= _FASTEST]
     agreed = Counter(f"{rate:.6g}" for rate in rates).most_common(1)
     return (
         next((rate for rate in rates if f"{rate:.6g}" == agreed[0][0]), _SOME_BANDWIDTH) if agreed else _SOME_BANDWIDTH

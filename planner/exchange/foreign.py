@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import networkx as nx
 
@@ -76,7 +75,7 @@ def profile_of(model: ForeignModel, *, path: Path, system: str) -> Profile:
         layers=tuple(layers),
         edges=edges,
     )
-    return as_record(Profile, plain(made), path=path)
+    return as_record(Profile, plain(made), path=f"{path}, as a profile")
 
 
 def _refuse_doubles(model: ForeignModel, path: Path) -> None:
@@ -153,8 +152,12 @@ def _fingerprint(layers: Sequence[Layer], edges: Sequence[Edge]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+_LARGEST: Final = 1e15
+"""Bytes (0.9 PiB), milliseconds, a node's number: beyond anything real, and their sums stay finite and exact."""
+
+
 def figure(value: object, *, place: str) -> float:
-    """A finite figure, 0 or more. Raises InputError naming the place where it is none."""
+    """A figure from 0 to the largest that is taken for one. Raises InputError naming the place where it is none."""
     if value is None:
         raise InputError(f"{place} is missing", hint="check that this is the format that --from names")
     if isinstance(value, bool) or not isinstance(value, int | float | str):
@@ -163,8 +166,8 @@ def figure(value: object, *, place: str) -> float:
         number = float(value)
     except (ValueError, OverflowError):
         raise InputError(f"{place} is no number: {str(value)[:40]!r}", hint="correct it") from None
-    if not math.isfinite(number) or number < 0:
-        raise InputError(f"{place} is {str(value)[:40]}", hint="it must be finite, and 0 or more")
+    if not 0 <= number <= _LARGEST:
+        raise InputError(f"{place} is {str(value)[:40]}", hint=f"it must be finite, and from 0 to {_LARGEST:g}")
     return number
 
 
@@ -190,6 +193,13 @@ def whole(value: object, *, place: str) -> int:
     if number != int(number):
         raise InputError(f"{place} must be a whole number, not {value}", hint="correct it")
     return int(number)
+
+
+def flag(value: object, *, place: str) -> bool:
+    """Yes or no, as 1 or 0 or in JSON's own words. Raises InputError naming the place where it is neither."""
+    if value not in (0, 1):
+        raise InputError(f"{place} must be 0 or 1, not {json.dumps(value, default=str)[:40]}", hint="correct it")
+    return bool(value)
 
 
 def mapping(value: object, *, place: str) -> dict[str, Any]:

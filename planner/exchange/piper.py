@@ -13,6 +13,7 @@ own collectives.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from planner.exchange.foreign import (
     ForeignModel,
     entries,
     figure,
+    flag,
     halved_backward,
     mapping,
     profile_of,
@@ -73,10 +75,13 @@ def import_piper(path: Path, *, microbatch_size: int | None = None) -> tuple[Pro
 
 
 def _layer(node: dict[str, Any], microbatch_size: int, place: str) -> Layer:
-    if node.get("isBackwardNode"):
+    if flag(node.get("isBackwardNode", 0), place=f"{place}.isBackwardNode"):
         raise InputError(f"{place}: is a backward node, and Piper's times hold the backward", hint="fold it in")
     rows = mapping(node.get("TMPCs"), place=f"{place}.TMPCs")
-    sizes = sorted((whole(word, place=f"{place}.TMPCs, tensor size"), word) for word in rows)
+    sizes = sorted((_tensor_size(word, f"{place}.TMPCs"), word) for word in rows)
+    for (size, one), (next_size, other) in pairwise(sizes):
+        if size == next_size:
+            raise InputError(f"{place}.TMPCs: {one!r} and {other!r} are one tensor size", hint="remove one of them")
     costs = tuple(_cost(rows[word], tensor, microbatch_size, f"{place}.TMPCs.{word}") for tensor, word in sizes)
     if not costs:
         raise InputError(f"{place}.TMPCs: is empty", hint="give the costs of at least one tensor size")
@@ -90,6 +95,13 @@ def _layer(node: dict[str, Any], microbatch_size: int, place: str) -> Layer:
         buffer_bytes=0,
         costs=costs,
     )
+
+
+def _tensor_size(word: str, place: str) -> int:
+    size = whole(word, place=f"{place}, tensor size")
+    if not size:
+        raise InputError(f"{place}: tensor size is 0", hint="it must be at least 1")
+    return size
 
 
 def _cost(listed: object, tensor: int, microbatch_size: int, place: str) -> Cost:
@@ -125,6 +137,8 @@ def _variants(listed: object, place: str) -> dict[str, dict[str, Any]]:
         name = variant.get("id")
         if name not in (_KEPT, _RECOMPUTED):
             raise InputError(f"{place}[{index}].id: {name!r} is not known", hint=f"{_KEPT!r} and {_RECOMPUTED!r} are")
+        if name in made:
+            raise InputError(f"{place}[{index}].id: {name!r} stands there twice", hint="remove one of them")
         made[str(name)] = variant
     if _KEPT not in made:
         raise InputError(f"{place}: has no {_KEPT!r} entry", hint="its figures are those without recomputing")

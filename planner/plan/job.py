@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from typing import Final
 
 from planner.cluster import Cluster, resolve
 from planner.errors import InputError
@@ -20,10 +21,14 @@ from planner.simulate import Job, Timeline
 def job_of(plan: Plan, profile: Profile) -> Job:
     """The plan as the time model takes it: stages, sends and returns as they stand, all else from the profile.
 
-    Raises InputError where a send or a return goes to no stage, or in the wrong direction.
+    Raises InputError where a send or a return goes to no stage, or in the wrong direction, or bytes add up to nonsense.
     """
     for place, fault in _transfer_faults(plan):
         raise InputError(f"{place}: {fault}", hint="pipeplan check --write derives sends and returns anew")
+    if _most_bytes(plan, profile) > _MOST_BYTES:
+        raise InputError(
+            "stages: what they hold adds up to over 4 EiB", hint="correct the bytes of the plan, or of its profile"
+        )
     sizes = plan.parallel
     optimizer = profile.optimizer.sharded(sizes.data) if sizes.zero1 else profile.optimizer
     return Job(
@@ -39,6 +44,22 @@ def job_of(plan: Plan, profile: Profile) -> Job:
         ties=ties(LayerGraph.of(profile), [stage.layers for stage in plan.stages], tensor=sizes.tensor),
         zero1=bool(sizes.zero1),
     )
+
+
+_MOST_BYTES: Final = 2.0**62
+"""Memory is summed up in whole numbers of 64 bits."""
+
+
+def _most_bytes(plan: Plan, profile: Profile) -> float:
+    """More than all ranks can hold at one time, whatever the schedule."""
+    optimizer, total = profile.optimizer, 0.0
+    copies = 2.0 + profile.gradient_bytes_per_trainable_byte + optimizer.state_bytes_per_trainable_byte
+    for stage in plan.stages:
+        moved = sum(entry.bytes for entry in (*stage.sends, *stage.returns))
+        held = stage.input_bytes + stage.saved_bytes + stage.saved_for_weight_bytes + moved
+        total += copies * (stage.parameter_bytes + stage.trainable_bytes) + stage.buffer_bytes + stage.workspace_bytes
+        total += held * float(plan.batch.microbatches)
+    return total
 
 
 def schedule_of(plan: Plan) -> Schedule:

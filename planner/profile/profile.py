@@ -7,7 +7,7 @@ from typing import Annotated, Final, Literal
 
 from annotated_types import Ge, Le, MinLen
 
-from planner.record import Bandwidth, Bytes, Count, Fraction, Seconds, record
+from planner.record import Bandwidth, Bytes, Count, Fraction, LayerBytes, Seconds, record
 
 FORMAT: Final = "pipeplan-profile/1"
 Provenance = Literal["measured", "estimated", "imported"]
@@ -89,14 +89,14 @@ class Cost:
     forward_s: Seconds
     backward_input_s: Seconds
     backward_weight_s: Seconds
-    saved_bytes: Bytes
-    saved_for_weight_bytes: Bytes
-    workspace_bytes: Bytes
+    saved_bytes: LayerBytes
+    saved_for_weight_bytes: LayerBytes
+    workspace_bytes: LayerBytes
     spread: Fraction | None = None
-    parameter_bytes: Bytes | None = None
-    trainable_bytes: Bytes | None = None
-    buffer_bytes: Bytes | None = None
-    shared_bytes: dict[str, Bytes] | None = None
+    parameter_bytes: LayerBytes | None = None
+    trainable_bytes: LayerBytes | None = None
+    buffer_bytes: LayerBytes | None = None
+    shared_bytes: dict[str, LayerBytes] | None = None
     collectives: Collectives | None = None
 
 
@@ -126,7 +126,7 @@ class LayerSplit:
 class SharedParameter:
     """A tied parameter: its size, and whether it is trained."""
 
-    bytes: Bytes
+    bytes: LayerBytes
     trainable: bool = True
 
 
@@ -137,9 +137,9 @@ class Layer:
     name: Annotated[str, MinLen(1)]
     kind: str
     modules: tuple[str, ...]
-    parameter_bytes: Bytes
-    trainable_bytes: Bytes
-    buffer_bytes: Bytes
+    parameter_bytes: LayerBytes
+    trainable_bytes: LayerBytes
+    buffer_bytes: LayerBytes
     costs: Annotated[tuple[Cost, ...], MinLen(1)]
     shared: dict[str, SharedParameter] | None = None
     splits: tuple[LayerSplit, ...] | None = None
@@ -151,7 +151,7 @@ class TensorPart:
 
     tensor: Count
     bytes_per_sample: Fraction
-    fixed_bytes: Bytes
+    fixed_bytes: LayerBytes
 
 
 @record
@@ -164,7 +164,7 @@ class EdgeTensor:
 
     name: Annotated[str, MinLen(1)]
     bytes_per_sample: Fraction
-    fixed_bytes: Bytes
+    fixed_bytes: LayerBytes
     grad: bool
     saved: bool = False
     parts: tuple[TensorPart, ...] | None = None

@@ -5,16 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.command import pipeplan, refused
+from support.damage import FOREIGN, PIPEDREAM, answers_well, damaged, damaged_texts
 from support.plans import chain_profile, fresh_plan, plans, profiles, save
 
 from planner.cluster import Cluster
@@ -59,6 +60,9 @@ HOSTILE = {
     "empty mapping": b"{}",
     "control characters": b"\x1b[31m\x00\x07",
     "tag": b"!!python/object/apply:os.system ['false']",
+    "tagged word": b"format: !!bool maybe",
+    "tagged list": b"format: !!map [a: 1]",
+    "hexadecimal": b"format: 0x" + b"f" * 10_000,
 }
 
 
@@ -165,74 +169,6 @@ def test_without_words_there_is_the_help() -> None:
 
 # --- valid files, damaged ---------------------------------------------------------------------------------------------
 
-_values = (
-    st.none()
-    | st.booleans()
-    | st.integers(-3, 3)
-    | st.sampled_from([10**30, -(10**30), 2**63, 1e300, -1.5, 1e-300, float("nan"), float("inf")])
-    | st.text(max_size=3)
-    | st.sampled_from([[], {}, [[]], {"": {}}, "synthesised", "free", "v", "1f1b", "gpipe", "0F0 0B0"])
-)
-
-
-def _places(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every place in nested data."""
-    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
-    for key, value in items:
-        yield (*path, key)
-        yield from _places(value, (*path, key))
-
-
-def _damage(draw: st.DrawFn, data: Any) -> Any:
-    """Nested data with one place replaced, removed, doubled, renamed or moved."""
-    data = json.loads(json.dumps(data))
-    *parents, last = draw(st.sampled_from(list(_places(data))))
-    inside = data
-    for part in parents:
-        inside = inside[part]
-    how = draw(st.sampled_from(["replace", "remove", "double", "nudge"]))
-    if how == "remove":
-        del inside[last]
-    elif how == "double" and isinstance(inside, list):
-        inside.insert(last, inside[last])
-    elif how == "double":
-        inside[f"{last}2"] = inside[last]
-    elif how == "nudge" and isinstance(inside[last], int | float):
-        inside[last] += draw(st.sampled_from([1, -1, 0.5]))
-    else:
-        inside[last] = draw(_values)
-    return data
-
-
-@st.composite
-def _damaged_texts(draw: st.DrawFn, text: str) -> bytes:
-    """A text with a few bytes changed, or cut short."""
-    content = bytearray(text.encode())
-    for _ in range(draw(st.integers(1, 3))):
-        at = draw(st.integers(0, len(content) - 1))
-        how = draw(st.sampled_from(["set", "insert", "delete", "cut"]))
-        if how == "set":
-            content[at] = draw(st.integers(0, 255))
-        elif how == "insert":
-            content[at:at] = draw(st.binary(min_size=1, max_size=4))
-        elif how == "delete":
-            del content[at : at + draw(st.integers(1, 40))]
-        else:
-            del content[max(1, at) :]
-        if not content:
-            break
-    return bytes(content)
-
-
-def _answers_well(*words: object) -> None:
-    """The command does its work, or refuses it in one line."""
-    answer = pipeplan(*words)
-    if answer.code:
-        refused(answer, code=answer.code)
-        assert answer.code in (2, 3), answer
-    else:
-        assert "Traceback" not in answer.err
-
 
 @settings(max_examples=100, deadline=None)
 @given(st.data())
@@ -242,11 +178,11 @@ def test_a_damaged_plan_is_never_a_traceback(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = save(plan, profile, Path(folder), bound_s=1.0)
         if data.draw(st.booleans()):
-            content = data.draw(_damaged_texts(path.read_text()))
+            content = data.draw(damaged_texts(path.read_text()))
         else:
-            content = yaml.safe_dump(_damage(data.draw, yaml.safe_load(path.read_text()))).encode()
+            content = yaml.safe_dump(damaged(data.draw, yaml.safe_load(path.read_text()))).encode()
         path.write_bytes(content)
-        _answers_well(data.draw(st.sampled_from(["check", "simulate"])), path)
+        answers_well(data.draw(st.sampled_from(["check", "simulate"])), path)
         assert path.read_bytes() == content
 
 
@@ -259,12 +195,12 @@ def test_a_damaged_profile_is_never_a_traceback(data: st.DataObject) -> None:
         path = save(plan, profile, Path(folder))
         file, before = path.parent / "profile.json", sha256_of(path.parent / "profile.json")
         if data.draw(st.booleans()):
-            content = data.draw(_damaged_texts(file.read_text()))
+            content = data.draw(damaged_texts(file.read_text()))
         else:
-            content = json.dumps(_damage(data.draw, json.loads(file.read_text()))).encode()
+            content = json.dumps(damaged(data.draw, json.loads(file.read_text()))).encode()
         file.write_bytes(content)
         path.write_text(path.read_text().replace(before, sha256_of(file)))
-        _answers_well("check", path)
+        answers_well("check", path)
         assert file.read_bytes() == content
         assert {entry.name for entry in file.parent.iterdir()} == {"profile.json", "plan.yaml"}
 
@@ -276,8 +212,8 @@ def test_solving_a_damaged_profile_is_never_a_traceback(data: st.DataObject) -> 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "profile.json"
         write_profile(profile, path)
-        path.write_text(json.dumps(_damage(data.draw, json.loads(path.read_text()))))
-        _answers_well("solve", path, "--gpus", 2, "--batch", 4, "-o", Path(folder) / "plan.yaml")
+        path.write_text(json.dumps(damaged(data.draw, json.loads(path.read_text()))))
+        answers_well("solve", path, "--gpus", 2, "--batch", 4, "-o", Path(folder) / "plan.yaml")
 
 
 @settings(max_examples=40, deadline=None)
@@ -294,63 +230,28 @@ def test_a_damaged_cluster_is_never_a_traceback(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
         profile, path = Path(folder) / "profile.json", Path(folder) / "cluster.yaml"
         write_profile(chain_profile(3), profile)
-        path.write_text(yaml.safe_dump(_damage(data.draw, cluster)))
-        _answers_well("solve", profile, "--gpus", 2, "--cluster", path, "-o", Path(folder) / "plan.yaml")
+        path.write_text(yaml.safe_dump(damaged(data.draw, cluster)))
+        answers_well("solve", profile, "--gpus", 2, "--cluster", path, "-o", Path(folder) / "plan.yaml")
 
 
-IMPORTED: dict[str, Any] = {
-    "dnn-partitioning": {
-        "maxSizePerFPGA": 100,
-        "nodes": [
-            {"id": 1, "name": "a", "fpgaLatency": 1, "cpuLatency": 1, "size": 8, "isBackwardNode": 0, "colorClass": 1},
-            {"id": 2, "name": "b", "fpgaLatency": 1, "cpuLatency": 1, "size": 8, "isBackwardNode": 0, "colorClass": 2},
-            {"id": 3, "name": "c", "fpgaLatency": 1, "cpuLatency": 1, "size": 8, "isBackwardNode": 1, "colorClass": 1},
-        ],
-        "edges": [{"sourceId": 1, "destId": 2, "cost": 1, "size": 4}],
-    },
-    "piper": {
-        "maxMemoryPerDevice": 100,
-        "bandwidth": 100,
-        "mbsInBatch": 4,
-        "nodes": [
-            {
-                "id": number,
-                "name": "a",
-                "TMPCs": {
-                    size: [
-                        {"id": name, "timePerSample": 1, "parameterSize": 8, "memoryUsageA": 4, "memoryUsageB": 20}
-                        for name in ("vanilla", "activation recomp")
-                    ]
-                    for size in ("1", "2")
-                },
-            }
-            for number in (1, 2)
-        ],
-        "edges": [{"sourceId": 1, "destId": 2, "communicationCost": 4}],
-    },
-}
-
-
-@pytest.mark.parametrize("system", IMPORTED)
+@pytest.mark.parametrize("system", FOREIGN)
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_a_damaged_foreign_file_is_never_a_traceback(system: str, data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "file.json"
-        path.write_text(json.dumps(_damage(data.draw, IMPORTED[system])))
-        _answers_well("import", path, "--from", system, "-o", Path(folder) / "profile.json")
+        path.write_text(json.dumps(damaged(data.draw, FOREIGN[system])))
+        answers_well("import", path, "--from", system, "-o", Path(folder) / "profile.json")
 
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_a_damaged_pipedream_file_is_never_a_traceback(data: st.DataObject) -> None:
-    node = "node{} -- A(b, c) -- forward_compute_time=1.0, backward_compute_time=2.0, activation_size=[1.0; 2.0], "
-    text = "".join(node.format(number) + "parameter_size=8.0\n" for number in (1, 2)) + "\tnode1 -- node2\n"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "graph.txt"
-        path.write_bytes(data.draw(_damaged_texts(text)))
+        path.write_bytes(data.draw(damaged_texts(PIPEDREAM)))
         words = ["--from", "pipedream", "--microbatch-size", "2", "-o", Path(folder) / "profile.json"]
-        _answers_well("import", path, *words)
+        answers_well("import", path, *words)
 
 
 @settings(max_examples=60, deadline=None)
@@ -362,8 +263,8 @@ def test_a_damaged_schedule_is_never_a_traceback(data: st.DataObject) -> None:
         path = save(plan, profile, Path(folder))
         before = path.read_bytes()
         table = Path(folder) / "table.csv"
-        table.write_bytes(data.draw(_damaged_texts("0F0,0F1,0B0,(0F3;0B1)OVERLAP_F_B\n1UNSHARD,1F0,1B0,1F1,1B1\n")))
-        _answers_well("import", table, "--from", "torch-csv", "--plan", path, "-o", Path(folder) / "new.yaml")
+        table.write_bytes(data.draw(damaged_texts("0F0,0F1,0B0,(0F3;0B1)OVERLAP_F_B\n1UNSHARD,1F0,1B0,1F1,1B1\n")))
+        answers_well("import", table, "--from", "torch-csv", "--plan", path, "-o", Path(folder) / "new.yaml")
         assert path.read_bytes() == before
 
 
@@ -373,7 +274,6 @@ def test_a_damaged_schedule_is_never_a_traceback(data: st.DataObject) -> None:
         b"0F" + b"9" * 5000,
         b'"0F0',
         b"0F0\x000B0",
-        b"\xef\xbb\xbf0F0,0B0",
         "٣F0,0B0".encode(),
         b"0F0," * 200_000 + b"0X0",
     ],
@@ -384,3 +284,26 @@ def test_a_schedule_of_odd_cells(tmp_path: Path, text: bytes) -> None:
     (tmp_path / "table.csv").write_bytes(text)
     words = ["import", tmp_path / "table.csv", "--from", "torch-csv", "--plan", path]
     assert len(refused(pipeplan(*words, "-o", tmp_path / "new.yaml"))) < 500
+
+
+def test_bytes_beyond_anything_real(tmp_path: Path) -> None:
+    profile = chain_profile(2)
+    path = save(fresh_plan(profile, [["block.0"], ["block.1"]], ranks=2), profile, tmp_path)
+    text = path.read_text()
+    path.write_text(re.sub(r"saved_bytes: \d+", f"saved_bytes: {2**62}", text, count=1))
+    for command in ("simulate", "show"):
+        assert "adds up to over 4 EiB" in refused(pipeplan(command, path))
+    assert pipeplan("check", path).code == 0, "it is derived anew there"
+    document = json.loads((tmp_path / "profile.json").read_text())
+    document["layers"][1]["parameter_bytes"] = 2**50 + 1
+    (tmp_path / "profile.json").write_text(json.dumps(document))
+    assert "layers[1].parameter_bytes: must be at most" in refused(pipeplan("show", tmp_path / "profile.json"))
+
+
+def test_an_endless_name_leaves_the_mend_in_sight(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    write_profile(chain_profile(2), path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"n" * 50_000: 1}))
+    line = refused(pipeplan("show", path))
+    assert len(line) <= 1_000
+    assert line.endswith("remove it or correct its spelling")
