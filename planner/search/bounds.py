@@ -31,7 +31,7 @@ MOST_RELAXED: Final = 2_000
 """Variables of an LP over layers; a configuration with more keeps its cheap bound."""
 ROOMS: Final = ((0, 0), (2, None), (0, 1), (1, None))
 """Where memory is limited, cuts are looked for that leave orders room: ``spare`` and ``deep`` of their recursion."""
-MOST_LISTS: Final = 16
+MOST_LISTS: Final = 64
 """Configurations whose cuts are listed for their bound once the effort is spent."""
 KEPT: Final = 6
 """Tables of the recursion that are kept at once: they are large."""

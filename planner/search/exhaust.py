@@ -34,7 +34,7 @@ from planner.search.listed import chain_cuts
 from planner.search.orders import FUSED
 from planner.search.result import Candidate
 from planner.search.space import Asked, Configuration
-from planner.search.warmups import Branching, Effort, OutOfEffortError, Rows, rows_of, with_recompute
+from planner.search.warmups import Branching, Effort, OutOfEffortError, Parts, Rows, parts_of, rows_of, with_recompute
 from planner.simulate import Job, Walk, simulate
 from planner.simulate.memory import resident_bytes
 from planner.simulate.synthesise import synthesise
@@ -89,6 +89,7 @@ class Exhaust:
         self._ends: Final = [lattice.end[low:high].tolist() for low, high in pairwise(first)]
         self._left: Final = (lattice.size[-1] - lattice.size).tolist()
         self._rows: dict[tuple[ScheduleName, Configuration], list[Rows] | None] = {}
+        self._parts: dict[tuple[ScheduleName, Configuration], Parts] = {}
         self._names: dict[tuple[int, int], list[str]] = {}
 
     def faster(
@@ -98,15 +99,18 @@ class Exhaust:
         self.than_s = than_s
         begun: list[_Begun] = []
         soon: list[_Begun] = []
+        small = len(self.graph) <= MOST_LAYERS
         try:
             listing = Effort(int(self.effort * _LIST), pulse)
             for number, one in enumerate(self._listed(configurations, listing)):
                 heapq.heappush(begun, one)
-                if number in _SOON or number % _OFTEN == _OFTEN - 1:
+                if small and (number in _SOON or number % _OFTEN == _OFTEN - 1):
                     soon.append(heapq.heappop(begun))
                     yield from self._settled(soon[-1], listing)
         except OutOfEffortError:
             self.complete = False
+        if not small and not self.complete:
+            return  # no proof would come of it
         for pass_, effort in ((self._settled, _SETTLE), (self._climbed, _CLIMB)):
             spent = Effort(int(self.effort * effort), pulse)
             try:
@@ -138,8 +142,9 @@ class Exhaust:
             if cuts is not None:
                 near = cuts.below(self.than_s * (1 - _EQUAL))
                 effort.spend(cuts.spent)
-                self.complete &= near is not None
-                for bound, marks in zip(near.bounds_s.tolist(), near.marks.tolist(), strict=True) if near else ():
+                if near is None:
+                    raise OutOfEffortError
+                for bound, marks in zip(near.bounds_s.tolist(), near.marks.tolist(), strict=True):
                     if self._beats(bound):
                         effort.spend(1)
                         yield _Begun(bound, next(place), configuration, tuple(marks))
@@ -209,6 +214,8 @@ class Exhaust:
             return
         branching = Branching(self._job(one.configuration, one.ideals, limited=True), self.choices, effort)
         for name in self._suited(one.configuration):
+            if not branching.may_be_faster(self._parts_of(name, one.configuration), self.than_s):
+                continue
             for rows in self._rows_of(name, one.configuration):
                 for walk, warmup, timeline in branching.faster(rows, self.than_s):
                     self.than_s = timeline.iteration_s
@@ -238,6 +245,12 @@ class Exhaust:
             same = (ScheduleName.GPIPE, ScheduleName.INTERLEAVED, ScheduleName.LOOPED_BFS)
             names = [name for name in names if name not in same]
         return names
+
+    def _parts_of(self, name: ScheduleName, configuration: Configuration) -> Parts:
+        key = (name, configuration)
+        if key not in self._parts:
+            self._parts[key] = parts_of(name, configuration)
+        return self._parts[key]
 
     def _rows_of(self, name: ScheduleName, configuration: Configuration) -> list[Rows]:
         """What the ranks may run; nothing, where warm-ups are too many."""

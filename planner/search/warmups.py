@@ -18,6 +18,7 @@ from typing import Final, NamedTuple
 
 from planner.cluster import memory_limit
 from planner.errors import InputError
+from planner.graph import Stage
 from planner.schedules import Letter, Order, Schedule, ScheduleName, build, default_warmup
 from planner.search.bound import Endings
 from planner.search.space import Configuration
@@ -58,6 +59,9 @@ class _Row(NamedTuple):
     order: Order
 
 
+Parts = tuple[tuple[Order, ...], ...]
+
+
 class Rows(NamedTuple):
     """What each rank may run, whatever the others do; of the depths chosen the largest must be ``least`` or more.
 
@@ -65,8 +69,18 @@ class Rows(NamedTuple):
     """
 
     ranks: tuple[tuple[_Row, ...], ...]
-    parts: tuple[tuple[Order, ...], ...]
+    parts: Parts
     least: int = 0
+
+
+def parts_of(name: ScheduleName, configuration: Configuration) -> Parts:
+    """Each rank's forwards, its backwards, its W's, in an order that no warm-up changes."""
+    return tuple(_parts(order) for order in configuration.schedule(name, None))
+
+
+def _parts(order: Order) -> tuple[Order, ...]:
+    letters = ((Letter.FORWARD,), _BACKWARDS, (Letter.BACKWARD_WEIGHT,))
+    return tuple(part for some in letters if (part := tuple(one for one in order if one.letter in some)))
 
 
 def rows_of(name: ScheduleName, configuration: Configuration) -> list[Rows] | None:
@@ -113,11 +127,7 @@ def rows_of(name: ScheduleName, configuration: Configuration) -> list[Rows] | No
 def _rows(ranks: Sequence[Sequence[_Row]], least: int = 0) -> Rows:
     """Rows without those that are alike: of these the deepest is kept."""
     kept = tuple(tuple({row.order: row for row in own}.values()) for own in ranks)
-    letters = ((Letter.FORWARD,), _BACKWARDS, (Letter.BACKWARD_WEIGHT,))
-    parts = tuple(
-        tuple(part for some in letters if (part := tuple(one for one in own[0].order if one.letter in some)))
-        for own in kept
-    )
+    parts = tuple(_parts(own[0].order) for own in kept)
     return Rows(kept, parts, least)
 
 
@@ -164,8 +174,13 @@ class Branching:
         for stages, own in zip(self.own, fitting, strict=True):
             for place, stage in enumerate(stages):  # a stage that has to recompute whatever the rank runs
                 again[stage] = all(flags[place] for every in own.values() for flags in every)
-        if self._beats(self._bound(rows, chosen, tuple(again))):
+        if self._beats(self._bound(rows.parts, chosen, tuple(again))):
             yield from self._descend(rows, fitting, len(chosen) - 1, chosen, tuple(again))
+
+    def may_be_faster(self, parts: Parts, than_s: float) -> bool:
+        """Whether at some warm-up a schedule with these parts may be faster, whatever the warm-up."""
+        self.than_s = than_s
+        return self._beats(self._bound(parts, (None,) * len(parts), self.plain))
 
     def _beats(self, seconds: float) -> bool:
         return seconds < self.than_s * (1 - _EQUAL)
@@ -190,11 +205,11 @@ class Branching:
         tries: list[tuple[float, int, tuple[_Row | None, ...], tuple[bool, ...]]] = []
         for row, every in fitting[rank].items():
             picked = (*chosen[:rank], row, *chosen[rank + 1 :])
-            if len(every) > 1 and not self._beats(self._bound(rows, picked, again)):
+            if len(every) > 1 and not self._beats(self._bound(rows.parts, picked, again)):
                 continue  # to recompute more takes longer
             for flags in every:
                 changed = self._with(rank, flags, again)
-                bound = self._bound(rows, picked, changed)
+                bound = self._bound(rows.parts, picked, changed)
                 if self._beats(bound):
                     tries.append((bound, len(tries), picked, changed))
         for bound, _, picked, changed in sorted(tries, key=lambda entry: entry[:2]):
@@ -229,6 +244,10 @@ class Branching:
         if self.limit is None:
             return True
         walk, held = self._walk(self._with(rank, flags, self.plain)), self.resident[rank]
+        stages = [walk.job.stages[stage] for stage in self.own[rank]]
+        if held + self.job.num_microbatches * sum(map(_most_held, stages)) + max(map(_most_held, stages)) <= self.limit:
+            return True
+        self.effort.spend(len(order) // 2)
         for stage, letter, _ in order:
             during, after = held_by(walk.job.stages[stage], letter)
             if held + during > self.limit and _seconds(walk, stage, letter) > 0:
@@ -236,32 +255,32 @@ class Branching:
             held += after
         return True
 
-    def _bound(self, rows: Rows, chosen: tuple[_Row | None, ...], again: tuple[bool, ...]) -> float:
+    def _bound(self, parts: Parts, chosen: tuple[_Row | None, ...], again: tuple[bool, ...]) -> float:
         """No choice for the open ranks ends sooner; where none is open, the iteration's time."""
         walk = self._walk(again)
         closed = [row.order for row in chosen if row is not None]
-        self.effort.spend(sum(len(part) for parts in rows.parts for part in parts) + _SIMULATED)
+        self.effort.spend(sum(len(part) for own in parts for part in own) + _SIMULATED)
         try:
             if len(closed) == len(chosen):
                 return simulate(walk, tuple(closed), memory=False).iteration_s
-            return self._relaxed(walk, rows, chosen)
+            return self._relaxed(walk, parts, chosen)
         except InputError:  # rows that wait for ever
             return math.inf
 
-    def _relaxed(self, walk: Walk, rows: Rows, chosen: tuple[_Row | None, ...]) -> float:
-        table = [(row.order,) if row else parts for row, parts in zip(chosen, rows.parts, strict=True)]
+    def _relaxed(self, walk: Walk, parts: Parts, chosen: tuple[_Row | None, ...]) -> float:
+        table = [(row.order,) if row else own for row, own in zip(chosen, parts, strict=True)]
         walked = walk.run(tuple(itertools.chain.from_iterable(table)), apart=True)
-        tails = self._tails(walk, split=any(one.letter is Letter.BACKWARD_INPUT for one in rows.parts[0][1]))
+        tails = self._tails(walk, split=any(one.letter is Letter.BACKWARD_INPUT for one in parts[0][1]))
         lasts, through, place = [0.0] * len(chosen), 0.0, 0
-        for rank, parts in enumerate(table):
-            ends = [walked.ends_s[place + part][-1] for part in range(len(parts))]
+        for rank, own in enumerate(table):
+            ends = [walked.ends_s[place + part][-1] for part in range(len(own))]
             lasts[rank] = max(ends)
             if chosen[rank] is None:
                 begun = walked.starts_s[place][0]
-                loads = [sum(_seconds(walk, stage, letter) for stage, letter, _ in part) for part in parts]
+                loads = [sum(_seconds(walk, stage, letter) for stage, letter, _ in part) for part in own]
                 lasts[rank] = max(lasts[rank], begun + sum(loads))
-                through = max(through, begun + loads[0] + loads[1] + tails[parts[1][-1].stage])
-            place += len(parts)
+                through = max(through, begun + loads[0] + loads[1] + tails[own[1][-1].stage])
+            place += len(own)
         return max(through, self.endings.iteration_s(lasts))
 
     def _tails(self, walk: Walk, *, split: bool) -> list[float]:
@@ -274,6 +293,11 @@ class Branching:
             own = self.endings.post_s[stage.rank] + (walk.durations[stage.stage].backward_weight_s if split else 0.0)
             tails.append(max([own, *(delay + _seconds(walk, low, back) + tails[low] for low, delay in delays)]))
         return tails
+
+
+def _most_held(stage: Stage) -> int:
+    """More than a micro-batch of a stage, or an action of it, ever holds."""
+    return stage.input_bytes + stage.saved_bytes + stage.saved_for_weight_bytes + stage.workspace_bytes
 
 
 def _seconds(walk: Walk, stage: int, letter: Letter) -> float:
