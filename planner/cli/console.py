@@ -48,8 +48,14 @@ def remark(text: str) -> None:
 
 def say_if_estimated(provenance: str, device: str, *, to: Console = out) -> None:
     """Every answer that rests on estimates says so."""
-    if provenance == "estimated":
-        say(f"all of this is ESTIMATED for {device}: nothing was measured there", to=to)
+    words = if_estimated(provenance, device)
+    if words is not None:
+        say(words, to=to)
+
+
+def if_estimated(provenance: str, device: str) -> str | None:
+    """The sentence with which every answer that rests on estimates says so."""
+    return f"all of this is ESTIMATED for {device}: nothing was measured there" if provenance == "estimated" else None
 
 
 def print_json(document: Any) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from planner.cli.console import err, out, print_json, say_if_estimated
+from planner.cli.console import err, if_estimated, out, print_json, say_if_estimated
 from planner.errors import InputError
 
 if TYPE_CHECKING:
@@ -101,7 +101,8 @@ def solve(
         raise
     except NoPlanFitsError as error:
         if as_json:
-            print_json({"missing": [plain(entry) for entry in error.missing], "smallest_change": error.smallest_change})
+            missing = [plain(entry) for entry in error.missing]
+            print_json({"missing": missing, "smallest_change": error.smallest_change} | _estimated(graph))
         raise
     if asked.cluster.links is None or asked.cluster.links.intra_node is None:
         notes.append("remark: no links are known, so messages cost nothing here; --cluster names them")
@@ -209,4 +210,10 @@ def _document(plan: Plan, found: Found) -> dict[str, Any]:
         for one in found.baselines
     ]
     document: dict[str, Any] = plain(plan)
-    return document | {"alternatives": others, "baselines": by_hand}
+    return document | {"alternatives": others, "baselines": by_hand} | _estimated(found.graph)
+
+
+def _estimated(graph: LayerGraph) -> dict[str, str]:
+    """What a document says where it rests on estimates."""
+    words = if_estimated(graph.profile.provenance, graph.profile.device.name)
+    return {"estimated": words} if words is not None else {}

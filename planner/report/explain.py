@@ -233,7 +233,11 @@ def _against_baselines(found: Found) -> Iterator[str]:
 def _leaner(found: Found) -> Iterator[str]:
     """A plan that takes hardly longer and holds much less, where there is one."""
     best = found.best
-    by_hand = [one.candidate for one in found.baselines if one.candidate is not None and one.fits]
+    by_hand = [
+        one.candidate
+        for one in found.baselines
+        if one.candidate is not None and one.fits and _was_asked(found, one.candidate)
+    ]
     near = [
         one
         for one in (*contenders(found, most_actions=_FEW_ACTIONS), *by_hand)
@@ -245,13 +249,27 @@ def _leaner(found: Found) -> Iterator[str]:
     leaner = min(near, key=lambda one: (one.iteration_s, one.peak_memory_bytes))
     shape, over = leaner.configuration, leaner.iteration_s / best.iteration_s - 1
     reserve = found.asked.cluster.memory_reserve_fraction or 0.0
-    sizes = f"P={shape.pipeline} D={shape.data} v={shape.virtual} b={shape.microbatch_size}"
+    split = f" T={shape.tensor}" if shape.tensor > 1 else ""
+    sizes = f"P={shape.pipeline} D={shape.data}{split} v={shape.virtual} b={shape.microbatch_size}"
     recompute = ", recomputing" if any(stage.recompute for stage in leaner.stages) else ""
     yield (
         f"with less memory: {leaner.schedule.value} at {sizes}{recompute} takes {over:.1%} longer, the fullest rank "
         f"holds {format_bytes(leaner.peak_memory_bytes)} in place of {format_bytes(best.peak_memory_bytes)}; "
         f"--memory {memory_for(leaner.peak_memory_bytes, reserve)} keeps to that"
     )
+
+
+def _was_asked(found: Found, candidate: Candidate) -> bool:
+    """Whether the sizes of a plan are among those asked for: a baseline's may not be."""
+    asked, shape = found.asked, candidate.configuration
+    sizes = (
+        (asked.pipeline, shape.pipeline),
+        (asked.virtual, shape.virtual),
+        (asked.data, shape.data),
+        (asked.tensor, shape.tensor),
+        (asked.microbatch, shape.microbatch_size),
+    )
+    return candidate.schedule in asked.schedules and all(some is None or size in some for some, size in sizes)
 
 
 def _time_lines(found: Found) -> Iterator[str]:

@@ -50,8 +50,11 @@ def no_plan_fits(graph: LayerGraph, asked: Asked, closest: Candidate) -> NoPlanF
     change = f"it would fit with {' or '.join(_changes(graph, asked, closest))}"
     shape = closest.configuration
     stages = len(closest.stages)
+    profile = graph.profile
+    told = f" (all ESTIMATED for {profile.device.name}, nothing was measured there)"
     return NoPlanFitsError(
-        f"no plan fits: at its closest ({stages} stage{'s' * (stages > 1)}, micro-batches of {shape.microbatch_size}) "
+        f"no plan fits{told if profile.provenance == 'estimated' else ''}: at its closest "
+        f"({stages} stage{'s' * (stages > 1)}, micro-batches of {shape.microbatch_size}) "
         f"rank {worst.rank}, stage {worst.stage}, needs {format_bytes(worst.bytes + limit)}, "
         f"{format_bytes(worst.bytes)} ({worst.bytes} bytes) more than the {format_bytes(limit)} that a rank may use",
         hint=change,

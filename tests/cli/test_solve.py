@@ -71,6 +71,20 @@ def test_json_holds_the_plan_and_what_it_is_compared_with(here: Path) -> None:
     assert read_plan(here / "plans/mine.yaml").predicted is not None
 
 
+@pytest.mark.parametrize("provenance", ["estimated", "measured"])
+def test_whatever_rests_on_estimates_says_so(here: Path, provenance: str) -> None:
+    """In the terminal, in JSON, and where nothing fits in both; what is measured says nothing of it."""
+    write_profile(dataclasses.replace(six_layers(), provenance=provenance), here / "profiles" / "chain.json")
+    device = six_layers().device.name
+    question = ("solve", "--gpus", 3, "--batch", 8)
+    plan, fails = pipeplan(*question, "--json"), pipeplan(*question, "--memory", "50", "--json")
+    assert (plan.code, fails.code) == (0, 3)
+    said = [pipeplan(*question).out, fails.err.splitlines()[-1]]
+    said += [json.loads(one.out).get("estimated", "") for one in (plan, fails)]
+    for words in said:
+        assert (f"ESTIMATED for {device}" in words) == (provenance == "estimated"), words
+
+
 def test_options_narrow_the_search(here: Path) -> None:
     words = ("--pipeline", "2,3", "--microbatch", "2", "--schedule", "gpipe", "--recompute", "all")
     document = json.loads(pipeplan("solve", "--gpus", 3, "--batch", 8, "--json", *words).out)

@@ -13,10 +13,11 @@ import pytest
 from rich.console import Console
 from support.chains import chain
 from support.random_profiles import random_cluster, random_profile
+from support.rows import with_tensor_rows
 
 from planner.cluster import Cluster, ClusterLinks, Link, memory_limit, resolve
 from planner.errors import NothingFitsError
-from planner.profile import Layer, Profile
+from planner.profile import Cost, Layer, Profile
 from planner.report.boundaries import REACH, boundaries_of
 from planner.report.contest import best_by_schedule, contenders, frontier
 from planner.report.explain import told
@@ -221,3 +222,22 @@ def test_a_leaner_plan_that_is_hardly_slower_is_named_and_can_be_had() -> None:
     again = solve(profile, dataclasses.replace(found.asked, cluster=memory))
     assert again.best.iteration_s <= (1.0005 + float(told[1]) / 100) * found.best.iteration_s
     assert again.best.peak_memory_bytes <= found.best.peak_memory_bytes * 2 / 3 + 2**20
+
+
+def test_a_leaner_plan_is_one_that_was_asked_for() -> None:
+    """Baselines leave layers whole: they are no alternative to tensor ranks asked for, however fast and lean."""
+    profile = with_tensor_rows(chain(6, sizes=(1,)), sequence=False)
+
+    def heavy(cost: Cost) -> Cost:
+        return dataclasses.replace(cost, saved_bytes=2000 * cost.saved_bytes) if cost.tensor == 2 else cost
+
+    layers = (dataclasses.replace(one, costs=tuple(map(heavy, one.costs))) for one in profile.layers)
+    profile = dataclasses.replace(profile, layers=tuple(layers))
+    asked = Asked(gpus=4, global_batch=8, cluster=resolve(Cluster(), profile))
+    whole = solve(profile, asked)
+    found = solve(profile, dataclasses.replace(asked, tensor=(2,)))
+    assert whole.best.iteration_s < found.best.iteration_s
+    assert whole.best.peak_memory_bytes < found.best.peak_memory_bytes / 2
+    for part in " ".join(text_of(found, explain=False).split()).split("with less memory: ")[1:]:
+        assert " T=2 " in part.split(" longer,")[0]
+        assert "takes -" not in part
