@@ -33,7 +33,7 @@ def shard(captured: Capture, *, tensor: int, rank: int = 0, sequence: bool = Fal
     samples = captured.microbatch_size if sequence else None
     plan = plan_shards(captured.analysis, size=tensor, rank=rank, samples=samples)
     if not plan.parameters:
-        reason = next(iter(plan.whole.values()), "it has no linear layers")
+        reason = next(iter(plan.whole.values()), "it has no weights")
         raise InputError(
             f"{captured.model_file.path}: no layer can be split over {tensor} tensor ranks ({reason})",
             hint="plan with --tensor 1",

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from planner.capture import shard_picks as _picks  # noqa: F401 - its rules come with it
 from planner.capture import shard_products as _products  # noqa: F401 - its rules come with it
 from planner.capture.analysis import Analysis
 from planner.capture.dataflow import Kind
-from planner.capture.export import Role, op_of
+from planner.capture.export import Role, op_of, opaque_call
 from planner.capture.shard_rules import Context, RefusalError, ResectionError, Step, apply_rule, split_operands
 from planner.capture.shard_split import Shard, Split, State
 from planner.capture.shard_tokens import TokenPlan, late_sums, plan_tokens
@@ -91,13 +92,15 @@ class _Planner:
                 self._settle(refusal)
 
     def _planned(self, states: dict[fx.Node, State], steps: dict[fx.Node, Step]) -> ShardPlan:
+        parameters = self._splits(steps)
+        self._tell_of_others(steps, parameters)
         tokens = TokenPlan()
         if self._samples is not None:
             tokens = plan_tokens(self._analysis, self._context, states, steps, self._samples)
         return ShardPlan(
             states=states,
             steps=steps,
-            parameters=self._splits(steps),
+            parameters=parameters,
             whole=dict(self._context.whole),
             tokens=tokens,
             late=late_sums(self._analysis, states, steps, tokens),
@@ -139,8 +142,10 @@ class _Planner:
         found: list[RefusalError | ResectionError] = []
         for readers in asked.values():
             if len(set(readers.values())) > 1:
-                blamed = [self._beginning(reader, steps[reader]) for reader, split in readers.items() if split]
-                found.append(RefusalError("its weight is read in another way too", *blamed))
+                blamed = {reader: self._beginning(reader, steps[reader]) for reader, split in readers.items() if split}
+                # what comes split to a reader gives way first: alone, it may take the weight as the others do
+                led = [shard for reader, shard in blamed.items() if reader not in shard.sources]
+                found.append(RefusalError("its weight is read in another way too", *(led or blamed.values())))
         return found
 
     def _beginning(self, node: fx.Node, step: Step) -> Shard:
@@ -166,6 +171,21 @@ class _Planner:
                 continue
             for source in shard.sources:
                 context.whole[source] = refusal.reason
+
+    def _tell_of_others(self, steps: dict[fx.Node, Step], parameters: dict[str, Split]) -> None:
+        """Why matrices stay whole that are read by ops which can begin no split."""
+        context = self._context
+        for node, step in steps.items():
+            for used in node.all_input_nodes:
+                found = context.weight(used)
+                if found is None or len(found[1]) < 2 or self._roles[found[0]][1] in parameters:
+                    continue
+                if step.weights or node in context.whole or context.weight(node) is not None:
+                    continue
+                name = str(getattr(op_of(node), "_schema", node).name).rpartition("::")[2]
+                context.whole[node] = f"{name} has no rule that splits its weight"
+                if opaque_call(node) is not None:
+                    context.whole[node] = "it is run as it is, without a look at its ops"
 
     def _splits(self, steps: dict[fx.Node, Step]) -> dict[str, Split]:
         asked = (entry for step in steps.values() for entry in step.weights.items())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 from torch import fx
@@ -14,13 +16,22 @@ from planner.capture.shard_rules import (
     RefusalError,
     Step,
     aligned,
+    bound,
     rule,
     split_operands,
     word_of,
 )
 from planner.capture.shard_split import Shard, Split, joined, portion
 
-BEGINNINGS |= {"aten::linear", "aten::addmm", "aten::mm", "aten::matmul", "aten::embedding"}
+BEGINNINGS |= {
+    "aten::linear",
+    "aten::addmm",
+    "aten::mm",
+    "aten::matmul",
+    "aten::bmm",
+    "aten::einsum",
+    "aten::embedding",
+}
 BEGINNINGS |= {"aten::_grouped_mm", "transformers::grouped_mm_fallback"}
 
 
@@ -116,6 +127,8 @@ def _matmul(context: Context, node: fx.Node, given: dict[str, Any]) -> Step:
     ranks = [len(context.shape(operand)) for operand in (one, two)]
     if context.weight(two) is not None and ranks[1] == 2 and ranks[0] > 1:
         return _dense(context, node, one, two, None, names=(second, ""), outputs=1)
+    if context.weight(two) is not None and ranks == [3, 3] and not _is_split_in_front(context, one):
+        return _dense(context, node, one, two, None, names=(second, ""), outputs=2)
     if not split_operands(context, node):
         return Step(state=None)
     if min(ranks) < 2:
@@ -127,10 +140,41 @@ def _matmul(context: Context, node: fx.Node, given: dict[str, Any]) -> Step:
         return Step(state=left.at(dims - 2))
     if right is not None and right.dim == ranks[1] - 1 and left is None:
         return Step(state=right.at(dims - 1))
+    if _sums_over_split(context, node, one, two):
+        return Step(state=None, partial=True)
     if any(shard is not None and shard.dim >= rank - 2 for shard, rank in zip((left, right), ranks, strict=True)):
         raise RefusalError("operands split in different ways", *split_operands(context, node))
     state, taken = aligned(context, [one, two], dims)
     return Step(state=state, changes=dict(zip(("self", second), taken, strict=True)))
+
+
+def _is_split_in_front(context: Context, operand: fx.Node) -> bool:
+    """Over the dimension that a batched product has one matrix for each entry of."""
+    shard = context.shard(operand)
+    return shard is not None and shard.dim == 0
+
+
+def _sums_over_split(context: Context, node: fx.Node, one: fx.Node, two: fx.Node) -> bool:
+    """Whether a product runs over the dimension that both operands are split in, and makes less than it reads."""
+    left, right = context.shard(one), context.shard(two)
+    if left is None or right is None or left.sections != right.sections:
+        return False
+    shapes = [context.shape(operand) for operand in (one, two)]
+    runs = (left.dim, right.dim) == (len(shapes[0]) - 1, len(shapes[1]) - 2)
+    return runs and prod(context.shape(node)) <= min(map(prod, shapes))
+
+
+@rule("aten::baddbmm")
+def _baddbmm(context: Context, node: fx.Node, given: dict[str, Any]) -> Step:
+    """Products of pairs of matrices, split over the pairs."""
+    operands = [given[name] for name in ("self", "batch1", "batch2")]
+    shards = [context.shard(operand) for operand in operands]
+    if any(
+        shard is not None and shard.dim != len(context.shape(x)) - 3 for shard, x in zip(shards, operands, strict=True)
+    ):
+        raise RefusalError("baddbmm over split rows or columns", *split_operands(context, node))
+    state, taken = aligned(context, operands, 3)
+    return Step(state=state, changes=dict(zip(("self", "batch1", "batch2"), taken, strict=True)))
 
 
 @rule("aten::einsum")
@@ -140,25 +184,57 @@ def _einsum(context: Context, node: fx.Node, given: dict[str, Any]) -> Step:
     inputs, arrow, output = given["equation"].replace(" ", "").partition("->")
     names = inputs.split(",")
     shards = [context.shard(operand) for operand in tensors]
+    found = [(word[shard.dim], shard) for word, shard in zip(names, shards, strict=False) if shard is not None]
     if not arrow or "." in inputs or any(len(set(word)) < len(word) for word in names):
+        if not found:
+            return Step(state=None)
         raise RefusalError("einsum of this form has no rule", *split_operands(context, node))
-    found = [(word[shard.dim], shard) for word, shard in zip(names, shards, strict=True) if shard is not None]
+    if not found:
+        begun = _letter_begun(context, node, names, output)
+        if begun is None:
+            return Step(state=None)
+        found = [(output[begun.dim], begun)]
     letter, first = found[0]
-    for other, shard in found:
-        if other != letter or shard.sections != first.sections:
-            raise RefusalError("operands split in different ways", shard, first)
-    taken = [
-        context.part(operand, Split(word.index(letter), first.sections))
-        if shard is None and letter in word
-        else operand
-        for operand, word, shard in zip(tensors, names, shards, strict=True)
-    ]
+    for other, one in found:
+        if other != letter or one.sections != first.sections:
+            raise RefusalError("operands split in different ways", one, first)
+    taken: list[Any] = list(tensors)
+    weights: dict[fx.Node, Split] = {}
+    for place, (operand, word, shard) in enumerate(zip(tensors, names, shards, strict=True)):
+        if shard is None and letter in word:
+            part = Split(word.index(letter), first.sections)
+            if context.weight(operand) is None:
+                taken[place] = context.part(operand, part)
+            else:
+                weights |= _weights(context, operand, part)
     changes = {"tensors": taken}
     if letter in output:
-        return Step(state=joined([shard for _, shard in found]).at(output.index(letter)), changes=changes)
-    if len(found) < sum(letter in word for word in names):
-        return Step(state=None, changes=changes, partial=True)
+        state = joined([one for _, one in found]).at(output.index(letter))
+        return Step(state=state, changes=changes, weights=weights)
+    sizes = [prod(context.shape(operand)) for operand in (*tensors, node)]
+    if len(found) < sum(letter in word for word in names) or sizes.pop() <= min(sizes):
+        return Step(state=None, changes=changes, weights=weights, partial=True)
     raise RefusalError("einsum over the split dimension", *split_operands(context, node))
+
+
+def _letter_begun(context: Context, node: fx.Node, names: Sequence[str], output: str) -> Shard | None:
+    """The split that an einsum begins with a parameter of its own, over a letter that is in nothing else it reads."""
+    tensors: Any = bound(node)["tensors"]
+    own = [place for place, operand in enumerate(tensors) if context.weight(operand) is not None]
+    if len(own) != 1 or node in context.whole:
+        return None
+    others = "".join(word for place, word in enumerate(names) if place != own[0])
+    banned = context.banned.get(node, {})
+    letters = [letter for letter in names[own[0]] if letter in output and letter not in others]
+    dims = [dim for dim in map(output.index, letters) if dim not in banned]
+    shape = context.shape(node)
+    if not dims:
+        if letters:
+            context.whole[node] = next(iter(banned.values()))
+        return None
+    dim = next((dim for dim in dims if shape[dim] % context.size == 0), dims[-1])
+    begun = _begun(context, node, dim, shape[dim])
+    return None if begun is None else replace(begun, choices=((node, dim),))
 
 
 @rule("aten::scaled_dot_product_attention")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -28,7 +29,12 @@ class Rewriter:
         self._plan = plan
         self._collectives = collectives
         self._made: dict[fx.Node, fx.Node] = {}
-        self._entered: dict[tuple[fx.Node, int], fx.Node] = {}
+        self._entered: dict[tuple[fx.Node, int, frozenset[fx.Node]], fx.Node] = {}
+        self._writes: dict[fx.Node, list[int]] = defaultdict(list)  # storages that an op changes in place
+        for storage, writers in analysis.flow.writers.items():
+            for writer in writers:
+                self._writes[writer].append(storage)
+        self._written: dict[int, list[fx.Node]] = defaultdict(list)  # by which ops a storage was changed so far
         self._gathered: dict[tuple[fx.Node, int | None, bool], fx.Node] = {}
         self._parts: dict[tuple[Any, ...], fx.Node] = {}
         self._user: fx.Node | None = None
@@ -62,6 +68,8 @@ class Rewriter:
                 self._user = node
                 step = self._plan.steps[node] if node in live else Step(state=None)
                 self._made[node] = made = self._op(node, step)
+                for storage in self._writes[node]:
+                    self._written[storage].append(node)
                 if node in old.copies:
                     new.copies.add(made)
                 if node in old.sized_by_values:
@@ -168,19 +176,25 @@ class Rewriter:
         if self._plan.tokens.shard(node) is not None:
             is_part = self._user in self._plan.tokens.steps
             return self._made[node] if is_part else self._whole(node, entering=True)
-        facts = self._analysis.trace.facts[node]
-        if self._plan.states[node] is not None or not facts.requires_grad or node in self._plan.late:
+        changes, facts = self._changes(node), self._analysis.trace.facts
+        requires_grad = any(facts[one].requires_grad for one in (node, *changes))
+        if self._plan.states[node] is not None or not requires_grad or node in self._plan.late:
             return self._made[node]
         assert self._user is not None
-        key = node, self._analysis.layer_of[self._user]
+        key = node, self._analysis.layer_of[self._user], changes
         if key not in self._entered:
             self._entered[key] = self._call(self._collectives.enter, self._made[node])
         return self._entered[key]
 
+    def _changes(self, node: fx.Node) -> frozenset[fx.Node]:
+        """The ops so far that have changed a tensor in place, maybe through a view."""
+        storages = self._analysis.trace.facts[node].storages
+        return frozenset(writer for storage in storages for writer in self._written[storage])
+
     def _part(self, wanted: Narrowed) -> fx.Node:
         source = self._entering(wanted.node)
         assert self._user is not None
-        key = source, self._analysis.layer_of.get(self._user), wanted.dim, wanted.spans
+        key = source, self._analysis.layer_of.get(self._user), wanted.dim, wanted.spans, self._changes(wanted.node)
         if key not in self._parts:
             pieces = [self._call(aten.narrow.default, source, wanted.dim, *span) for span in wanted.spans]
             self._parts[key] = pieces[0] if len(pieces) == 1 else self._call(aten.cat.default, pieces, wanted.dim)
@@ -199,6 +213,7 @@ class Rewriter:
 
 _FUNCTIONS = {
     "reshape": aten.reshape.default,
+    "expand": aten.expand.default,
     "split_with_sizes": aten.split_with_sizes.default,
     "mm": aten.mm.default,
 }

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from planner.capture.export import op_of
+from planner.capture.export import op_of, opaque_call
 from planner.capture.shard_split import Shard, Split, State, joined
 from planner.capture.shard_views import groups, ways
 
@@ -159,9 +159,11 @@ def apply_rule(context: Context, node: fx.Node) -> Step:
     if not flat and name not in BEGINNINGS:
         return Step(state=None)
     if found is None and isinstance(op, OpOverload) and _is_pointwise(op):
-        found = _pointwise
+        found = pointwise
     if flat and op is not node.target:
         raise RefusalError(f"{name.rpartition('::')[2]} under no_grad or autocast has no rule", *flat)
+    if found is None and opaque_call(node) is not None:
+        raise RefusalError("a module reads it that is run as it is, without a look at its ops", *flat)
     if found is None:
         raise RefusalError(f"{name.rpartition('::')[2]} has no rule", *flat)
     return found(context, node, bound(node))
@@ -219,7 +221,8 @@ def _smaller(context: Context, one: Shard, other: Shard) -> Shard:
 @rule("aten::to", "aten::contiguous", "aten::clone", "aten::alias", "aten::detach", "aten::_to_copy",
        "aten::lift_fresh_copy", "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::empty_like",
        "aten::masked_fill", "aten::where", "aten::copy_", "aten::silu", "aten::gelu", "aten::type_as")  # fmt: skip
-def _pointwise(context: Context, node: fx.Node, given: dict[str, Any]) -> Step:
+def pointwise(context: Context, node: fx.Node, given: dict[str, Any]) -> Step:
+    """Entry by entry, operands broadcast against each other."""
     operands = {name: value for name, value in given.items() if isinstance(value, fx.Node)}
     tensor = context.tensors[node]
     if tensor is None or any(
@@ -274,7 +277,8 @@ def _dropout(context: Context, node: fx.Node, given: dict[str, Any]) -> Step:
 
 @rule("aten::view", "aten::reshape", "aten::_unsafe_view", "aten::flatten", "aten::unflatten", "aten::squeeze",
        "aten::unsqueeze")  # fmt: skip
-def _view(context: Context, node: fx.Node, given: dict[str, Any]) -> Step:
+def viewed(context: Context, node: fx.Node, given: dict[str, Any]) -> Step:
+    """The same entries in another shape."""
     source = given["self"]
     shard = context.shard(source)
     assert shard is not None
@@ -345,19 +349,32 @@ def _slice(context: Context, node: fx.Node, given: dict[str, Any]) -> Step:
         return Step(state=made if word_of(node) == "select" else (made,) * context.shape(source)[dim])
     if dim != shard.dim:
         return Step(state=shard)
-    if word_of(node) != "slice" or given["step"] != 1:
+    if word_of(node) != "slice":
         raise RefusalError(f"{word_of(node)} cuts the split dimension", shard)
     start, end, _ = slice(given["start"], given["end"]).indices(shard.split.extent)
+    if given["step"] != 1:
+        return _strided(context, shard, start, end, given["step"])
     if (start, end) == (0, shard.split.extent):
         return Step(state=shard, changes={"start": None, "end": None})
-    (_, (wanted, first), _) = _pieces(context, shard, (0, start, end, shard.split.extent))
+    (_, (wanted, first), _) = pieces(context, shard, (0, start, end, shard.split.extent))
     local_start = context.local(Split(0, shard.sections[:first]))
     made = shard.cut(dim, wanted)
     return Step(state=made, changes={"start": local_start, "end": local_start + context.local(made.split)})
 
 
-def _pieces(context: Context, shard: Shard, bounds: Sequence[int]) -> list[tuple[tuple[int, ...], int]]:
-    """The sections between each two bounds, and the number of the first; asks the sources for a bound that is none."""
+def _strided(context: Context, shard: Shard, start: int, end: int, step: int) -> Step:
+    """x[start::step] of the split dimension, where every rank's part begins at a multiple of the step."""
+    if start >= step or end != shard.split.extent or any(section % (step * context.size) for section in shard.sections):
+        raise RefusalError("slice cuts the split dimension", shard)
+    made = shard.cut(shard.dim, tuple(section // step for section in shard.sections))
+    return Step(state=made, changes={"start": start, "end": context.local(shard.split)})
+
+
+def pieces(context: Context, shard: Shard, bounds: Sequence[int]) -> list[tuple[tuple[int, ...], int]]:
+    """The sections between each two bounds of the split dimension, and the number of the first of them.
+
+    Asks the sources for a bound that is none.
+    """
     edges = [0, *accumulate(shard.sections)]
     if missing := set(bounds) - set(edges):
         if not shard.raw:
@@ -387,7 +404,7 @@ def _cut(context: Context, node: fx.Node, given: dict[str, Any]) -> Step:
     if dim != shard.dim:
         return Step(state=(shard,) * len(sizes))
     bounds = [sum(sizes[:count]) for count in range(len(sizes) + 1)]
-    made = tuple(shard.cut(dim, sections) for sections, _ in _pieces(context, shard, bounds))
+    made = tuple(shard.cut(dim, sections) for sections, _ in pieces(context, shard, bounds))
     local = [context.local(one.split) for one in made]
     return Step(state=made, function="split_with_sizes", arguments=(source, local, dim))
 
@@ -432,7 +449,8 @@ def _dims(value: Any, rank: int) -> set[int]:
 
 @rule("aten::softmax", "aten::log_softmax", "aten::cumsum", "aten::_softmax", "aten::flip", "aten::roll",
        "aten::sort", "aten::topk")  # fmt: skip
-def _along(context: Context, node: fx.Node, given: dict[str, Any]) -> Step:
+def along(context: Context, node: fx.Node, given: dict[str, Any]) -> Step:
+    """Over dimensions that are not split, with as many entries left."""
     shard = context.shard(given["self"])
     assert shard is not None
     dims = _dims(given.get("dim", given.get("dims")), len(context.shape(given["self"])))

@@ -90,6 +90,7 @@ def loss(output, target):
 
 HEADS = "y = y.view(*y.shape[:2], {}, 4).transpose(1, 2); "
 MERGED = "y = y.transpose(1, 2).reshape(*x.shape[:2], -1)"
+EXPERTS = "self.up = nn.Parameter(torch.randn(4, 12, 8)); self.down = nn.Parameter(torch.randn(4, 8, 12))"
 EACH = "q, k, v = (t.view(*x.shape[:2], -1, 4).transpose(1, 2) for t in (q, k, v)); "
 ATTENTION = "y = F.scaled_dot_product_attention(q, k, v, {}); "
 SCALE = "self.scale = nn.Parameter(torch.randn(8))"
@@ -160,6 +161,41 @@ RULES: dict[str, tuple[int, int, str, str]] = {
         *(8, 8, "self.w = nn.Parameter(torch.randn(8, 12))"),
         "z = torch.tanh(y) @ self.w; y = torch.relu(torch.matmul(z, self.w.t()))",
     ),
+    "changed through views": (
+        *(8, 8, SCALE),
+        "z = torch.zeros_like(x[..., :8]); z[..., :4] = x[..., :4] * self.scale[:4]; y = y + z * 2; "
+        "z[..., 3:] += self.scale[3:] * x[..., 3:8]; y = torch.tanh(y * z)",
+    ),
+    "heads picked by numbers": (
+        *(32, 16, ""),
+        "y = y.view(*x.shape[:2], 4, 2, 4); k = x[..., :4, None, None].argsort(-1); "
+        "k = torch.take_along_dim(y[..., [1], :], k, -1).expand(-1, -1, -1, 2, -1); y = (y[..., [0], :] * k).sum(-2).flatten(2)",
+    ),
+    "gated linear unit": (16, 8, "", "y = F.glu(y, -1)"),
+    "every other": (16, 8, "", "y = F.silu(y[..., ::2]) * y[..., 1::2]"),
+    "sinks": (
+        *(16, 16, "self.sink = nn.Parameter(torch.randn(4))"),
+        HEADS.format(4) + "s = torch.cat([y @ y.mT, self.sink.view(1, 4, 1, 1).expand(x.shape[0], -1, 6, 1)], -1); "
+        "s = (s - s.max(-1, keepdim=True).values).softmax(-1)[..., :-1]; y = s @ y; " + MERGED,
+    ),
+    "positions repeated": (
+        *(16, 16, "self.key = nn.Linear(12, 16)"),
+        HEADS.format(4) + "y = y.reshape(-1, 6, 4); k = self.key(x[:1]).view(6, 4, 4).transpose(0, 1).repeat(2, 1, 1); "
+        "s = torch.bmm(y, k.mT); s = torch.baddbmm(s, y, y.mT, beta=0.5); s = torch.gather(s, 2, s.sort(-1).indices); "
+        "y = torch.bmm(s, y).view(2, 4, 6, 4); " + MERGED,
+    ),
+    "a product over the split": (8, 8, "", "y = y * torch.tanh(y @ y.transpose(1, 2)).mean()"),
+    "a matrix for each expert": (
+        *(8, 8, EXPERTS + "; self.gate = nn.Linear(12, 4)"),
+        "p, z = self.gate(x).softmax(-1).flatten(0, 1), x.flatten(0, 1); z = torch.bmm(z.expand(4, -1, -1), self.up); "
+        "z = torch.bmm(F.silu(z), self.down); y = y * (z * p.t()[..., None]).sum((0, 2)).view(*x.shape[:2], 1)",
+    ),
+    "experts by einsum": (
+        *(8, 8, EXPERTS + "; self.gate = nn.Linear(12, 4)"),
+        "z = F.silu(torch.einsum('bld,edf->belf', x, self.up)); z = torch.einsum('belf,efd->beld', z, self.down); "
+        "y = y * torch.einsum('beld,ble->bld', z, self.gate(x).softmax(-1)).mean(-1, keepdim=True)",
+    ),
+    "viewed as another": (8, 8, "", "y = y.flatten(0, 1).view_as(y) + torch.tanh(y[:, :1]).expand_as(y)"),
     "module called twice": (8, 8, "", "y = torch.relu(self.inner(self.outer(torch.relu(y))))"),
 }
 WHOLE = {
@@ -174,7 +210,7 @@ WHOLE = {
 FAST = {
     *("in place", "uneven", "gate by chunk", "gate by slices", "whole tensor beside", "mean over the split"),
     *("dropout of what is turned", "fused attention", "fused keys and values", "attention with dropout"),
-    *("one head of keys", "attention by hand", "attention by einsum", "module called twice"),
+    *("changed through views", "one head of keys", "attention by hand", "attention by einsum", "module called twice"),
     *("heads that do not divide", "a weight read in two ways"),
 }
 
