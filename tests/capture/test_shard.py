@@ -169,7 +169,8 @@ RULES: dict[str, tuple[int, int, str, str]] = {
     "heads picked by numbers": (
         *(32, 16, ""),
         "y = y.view(*x.shape[:2], 4, 2, 4); k = x[..., :4, None, None].argsort(-1); "
-        "k = torch.take_along_dim(y[..., [1], :], k, -1).expand(-1, -1, -1, 2, -1); y = (y[..., [0], :] * k).sum(-2).flatten(2)",
+        "k = torch.take_along_dim(y[..., [1], :], k, -1).expand(-1, -1, -1, 2, -1); "
+        "y = (y[..., [0], :] * k).sum(-2).flatten(2)",
     ),
     "gated linear unit": (16, 8, "", "y = F.glu(y, -1)"),
     "every other": (16, 8, "", "y = F.silu(y[..., ::2]) * y[..., 1::2]"),
