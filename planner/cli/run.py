@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from contextlib import suppress
 from enum import StrEnum
@@ -51,6 +52,11 @@ def run(
     weights: Weights = typer.Option(
         Weights.AUTO, help="Each process makes the whole model, or its own stages alone: the same weights, less memory."
     ),
+    initial: Path | None = typer.Option(
+        None,
+        metavar="PATH",
+        help="Start from the weights of a safetensors file or a folder of them, as the model names them.",
+    ),
     log: Path | None = typer.Option(None, help="Write a JSON line a step: step, loss, seconds, samples per second."),
     trace: Path | None = typer.Option(
         None, help="Write when each action ran, for show --measured and ui.perfetto.dev."
@@ -81,6 +87,7 @@ def run(
         checkpoint_every=checkpoint_every,
         resume=resume,
         weights=weights.value,
+        initial=initial,
         record=trace is not None,
         save_profile=save_profile,
     )
@@ -135,6 +142,7 @@ class _Progress:
         self._log_path = log
         self._log: TextIO | None = None
         self._bar: Any = None
+        self._finite = True
         self._started = time.monotonic()
 
     def __enter__(self) -> _Progress:
@@ -171,8 +179,18 @@ class _Progress:
             self._bar.update(self._task, description="training", completed=step + 1, loss=f"loss {loss:.4f}")
         elif (step + 1) * _LINES // self._steps > step * _LINES // self._steps:
             err.print(f"step {step + 1}/{self._steps}  loss {loss:.4f}", soft_wrap=True)
+        if not math.isfinite(loss) and self._finite:
+            self._finite = False
+            err.print(
+                f"remark: the loss of step {step + 1} is {loss}, no finite number; training goes on", soft_wrap=True
+            )
         if self._log is not None:
-            row = {"step": step + 1, "loss": loss, "seconds": seconds, "samples_per_s": self._samples / seconds}
+            row = {
+                "step": step + 1,
+                "loss": loss if math.isfinite(loss) else None,
+                "seconds": seconds,
+                "samples_per_s": self._samples / seconds,
+            }
             self._log.write(json.dumps(row) + "\n")
 
     def interrupted(self, kept: Path | None) -> None:
@@ -234,12 +252,11 @@ def _show(outcome: Outcome) -> None:
         peak = rank.peak_memory_bytes
         row(f"rank {rank.rank} peak memory", foretold.peak_memory_bytes if foretold else None, peak, format_bytes)
     out.print(table)
-    losses = [loss for loss in result.losses if loss is not None]
-    if losses:
-        out.print(
-            f"loss {losses[0]:.4f} at first, {losses[-1]:.4f} at last; weights {result.weights_sha256[:12]}",
-            soft_wrap=True,
+    if result.losses:
+        first, last = (
+            "not finite" if loss is None else f"{loss:.4f}" for loss in (result.losses[0], result.losses[-1])
         )
+        out.print(f"loss {first} at first, {last} at last; weights {result.weights_sha256[:12]}", soft_wrap=True)
     if result.verify is not None:
         verified = result.verify
         same = verified.loss_difference == verified.largest_weight_difference == 0

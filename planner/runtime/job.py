@@ -28,6 +28,8 @@ class RunJob:
     """Steps between checkpoints; None: only after the last step."""
     resume: Path | None
     """The checkpoint that it goes on from."""
+    initial: Path | None
+    """Where the weights are that it starts with, if they are not those of model()."""
     in_parts: bool
     """Whether each process makes its own stages' weights alone: the whole does not fit this machine's memory."""
     record: bool

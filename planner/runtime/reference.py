@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,10 +15,11 @@ from planner.capture import Batch, Capture, EagerReference, ModelFile
 from planner.capture.batch import to_device
 from planner.runtime.board import State, Writer
 from planner.runtime.checkpoint import Part, WholeModel
+from planner.runtime.initial import fill, initial_weights
 from planner.runtime.messages import rank_programs
 from planner.runtime.optimizer import NamedOptimizer
 from planner.runtime.scaling import LossScaling
-from planner.runtime.trainer import Shape, Trainer, initial_weights, routes_of
+from planner.runtime.trainer import Shape, Trainer, routes_of
 from planner.schedules import Action, Letter
 
 ROUNDING = 1e-4
@@ -46,12 +48,14 @@ def train_whole(
     num_steps: int,
     shape: Shape,
     seed: int,
+    initial: Path | None,
     device: torch.device,
     board: Writer,
 ) -> Reference:
     """Train with all layers in one stage, micro-batches one after another; replicas too, then adding their sums.
 
-    ``start``: the first step, before which ``restore`` puts a checkpoint in, where there is one.
+    ``start``: the first step, before which ``restore`` puts a checkpoint in, where there is one. ``initial``: the files
+    of the weights that it starts with, if they are not those of model().
     """
     programs = captured.stages([[layer.name for layer in captured.layers]])
     found = routes_of(captured, programs, ranks=[0])
@@ -59,7 +63,7 @@ def train_whole(
         Action(0, letter, m) for m in range(shape.num_microbatches) for letter in (Letter.FORWARD, Letter.BACKWARD)
     )
     (program,) = rank_programs((order,), found, seconds=lambda action: 0.0)
-    module = initial_weights(model_file, seed)
+    module = initial_weights(model_file, seed, files=initial)
     trainer = Trainer(
         model_file=model_file,
         module=module,
@@ -79,7 +83,7 @@ def train_whole(
     steps = list(enumerate(islice(batches(), num_steps), start))
     losses = tuple(trainer.step(step, batch).loss for step, batch in steps)
     weights = {name: parameter.detach().cpu() for name, parameter in module.named_parameters()}
-    eager = _eager_losses(model_file, captured, restore=restore, steps=steps, seed=seed, board=board)
+    eager = _eager_losses(model_file, captured, initial=initial, restore=restore, steps=steps, seed=seed, board=board)
     return Reference(
         losses=losses,
         weights=weights,
@@ -91,6 +95,7 @@ def _eager_losses(
     model_file: ModelFile,
     captured: Capture,
     *,
+    initial: Path | None,
     restore: Callable[[Part], None],
     steps: Sequence[tuple[int, Batch]],
     seed: int,
@@ -101,6 +106,8 @@ def _eager_losses(
     None where the two do not draw random numbers equally often, so that nothing can be compared.
     """
     eager = EagerReference(captured)
+    if initial is not None:
+        fill(eager.module, initial)
     parameters = dict(eager.module.named_parameters())
     optimizer = NamedOptimizer(model_file.optimizer(parameters.values()), parameters)
     scaling = LossScaling(device=captured.device) if model_file.autocast is torch.float16 else None

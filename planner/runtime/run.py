@@ -18,6 +18,7 @@ from planner.profile import Profile, write_profile
 from planner.record import record
 from planner.runtime.saved import newest, read_saved
 from planner.runtime.server import start_server
+from planner.runtime.weight_files import weight_files
 
 if TYPE_CHECKING:
     from planner.runtime.launch import Listener, Nodes
@@ -37,7 +38,8 @@ class RunOptions:
     """How a plan is run; the machines meet at ``endpoint`` (HOST:PORT of the first) where there are several.
 
     ``weights``: whether each process makes the whole model, or its own stages alone; auto: those, where the whole takes
-    too much memory. The weights are the same.
+    too much memory. The weights are the same. ``initial``: the file or folder of the weights that it starts with, where
+    they are not those of model(); a checkpoint that is resumed has its own.
     """
 
     steps: int = 20
@@ -51,6 +53,7 @@ class RunOptions:
     checkpoint_every: int | None = None
     resume: bool = False
     weights: Literal["auto", "whole", "own"] = "auto"
+    initial: Path | None = None
     record: bool = False
     save_profile: Path | None = None
 
@@ -72,6 +75,7 @@ def run_plan(path: Path, options: RunOptions, listener: Listener) -> Outcome | N
     if not model_path.is_file():
         raise InputError(f"{path}: model.source: there is no file {model_path}", hint="correct it in the plan")
     resumed, start = _resumed(plan, options)
+    initial = _initial(options)
     profile = _profile(plan, path, options)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -89,7 +93,7 @@ def run_plan(path: Path, options: RunOptions, listener: Listener) -> Outcome | N
     asked = {
         "plan": plain(plan), "steps": options.steps, "seed": options.seed, "verify": options.verify,
         "checkpoints": options.checkpoints is not None, "every": options.checkpoint_every, "start": start,
-        "record": options.record,
+        "record": options.record, "initial": options.initial is not None,
     }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="pipeplan-run-") as folder:
         job = RunJob(
@@ -104,6 +108,7 @@ def run_plan(path: Path, options: RunOptions, listener: Listener) -> Outcome | N
             checkpoint_every=options.checkpoint_every,
             resume=resumed,
             record=options.record,
+            initial=initial if resumed is None else None,
             in_parts=_in_parts(plan, options, num_local),
             device=device,
             folder=Path(folder),
@@ -218,6 +223,14 @@ def _resumed(plan: Plan, options: RunOptions) -> tuple[Path | None, int]:
             hint="--steps is the total: name more",
         )
     return found.resolve(), saved.step
+
+
+def _initial(options: RunOptions) -> Path | None:
+    """Where the first weights are. Raises InputError where there are none."""
+    if options.initial is None:
+        return None
+    weight_files(options.initial)
+    return options.initial.resolve()
 
 
 def _in_parts(plan: Plan, options: RunOptions, num_local: int) -> bool:

@@ -6,7 +6,7 @@ The same code trains a plan on many processes, and K = 1, one stage that holds e
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +18,11 @@ from planner.capture import (
     Capture,
     ModelFile,
     RandomKey,
-    RandomStream,
     Stage,
     StageProgram,
     microbatch,
 )
 from planner.capture.batch import to_device
-from planner.capture.own import own_weights
 from planner.runtime.board import State, Writer
 from planner.runtime.clipping import Clipping
 from planner.runtime.executor import CudaStopwatch, Executor, HostStopwatch, Mark, Span, Stopwatch
@@ -59,19 +57,6 @@ def routes_of(capture: Capture, programs: Sequence[StageProgram], ranks: Sequenc
         parameters=[program.parameters for program in programs],
         trainable=lambda name: parameters[name].requires_grad,
     )
-
-
-def initial_weights(model_file: ModelFile, seed: int, *, wanted: Collection[str] | None = None) -> nn.Module:
-    """The model with the weights that model() gives on the CPU after manual_seed(seed): the same for every plan.
-
-    ``wanted``: the parameters that need to be there; they have the same values, the others are on meta.
-    """
-
-    def make() -> nn.Module:
-        with RandomStream(seed):
-            return model_file.model()
-
-    return make() if wanted is None else own_weights(make, wanted)
 
 
 class Trainer:

@@ -34,12 +34,13 @@ from planner.runtime.checkpoint import Checkpoints, Content, Part, check, conten
 from planner.runtime.failure import Failure, Where, place, raised
 from planner.runtime.figures import RankFigures
 from planner.runtime.groups import Communicators, Group, LostContactError
+from planner.runtime.initial import initial_weights
 from planner.runtime.job import RunJob
 from planner.runtime.messages import check_routes, rank_programs
 from planner.runtime.parts import TensorParts
 from planner.runtime.reference import Reference, compare, train_whole
 from planner.runtime.saved import Saved, SavedBatch, SavedModel, read_saved, remove_unfinished
-from planner.runtime.trainer import Shape, Trainer, initial_weights, routes_of
+from planner.runtime.trainer import Shape, Trainer, routes_of
 from planner.runtime.transport import Transport
 from planner.runtime.weights import whole_weights
 from planner.schedules import Action, Letter
@@ -253,7 +254,8 @@ class _Worker:
                 communicators.make(f"pipeline{self.replica}.{self.tensor_rank}", self.rank, plan.parallel.pipeline)
             )
         self.transport = transport
-        module = initial_weights(model_file, job.seed, wanted=self._own_parameters(captured) if job.in_parts else None)
+        wanted = self._own_parameters(captured) if job.in_parts else None
+        module = initial_weights(model_file, job.seed, files=job.initial, wanted=wanted)
         self._keep_unused(module)
         self.parts = self._tensor_parts(captured.sharding, module, communicators)
         return Trainer(
@@ -476,6 +478,7 @@ class _Worker:
                 replicas=tuple(range(plan.parallel.data)),
             ),
             seed=job.seed,
+            initial=job.initial,
             device=self.device,
             board=self.quiet,
         )
