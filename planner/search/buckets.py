@@ -18,13 +18,18 @@ _Node = tuple[Letter, int]
 
 
 def in_buckets(walk: Walk) -> Iterator[Schedule]:
-    """Orders of a job of one rank, split and whole, with all micro-batches together, half of them, a quarter, ..."""
-    for fused in (False, True):
-        order = _stage_by_stage(walk, fused=fused)
-        together = walk.job.num_microbatches
-        while together:
+    """Orders of a job of one rank, whole and split, with one micro-batch, two, four, ... up to all of them together.
+
+    The first ones hold the least; with none limited by memory the last one reaches the bound of the cut.
+    """
+    every = [(fused, _stage_by_stage(walk, fused=fused)) for fused in (True, False)]
+    count, together = walk.job.num_microbatches, 1
+    while True:
+        for fused, order in every:
             yield _built(walk, order, together, fused=fused)
-            together //= 2
+        if together == count:
+            return
+        together = min(2 * together, count)
 
 
 def _stage_by_stage(walk: Walk, *, fused: bool) -> list[_Node]:

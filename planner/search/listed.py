@@ -21,7 +21,7 @@ from planner.search.space import Configuration
 MOST_STAGES: Final = 40
 """Stages of a configuration whose cuts are listed: with more of them there are too many."""
 MOST_LAYERS: Final = 64
-"""Layers of a chain whose cuts are listed."""
+"""Layers of a chain whose cuts are listed, however many there are: most are left early."""
 MOST_CUTS: Final = 40_000
 """Cuts, begun or whole, that are looked at together; where there are more, there is no list."""
 _AT_ONCE: Final = 100_000
@@ -145,7 +145,8 @@ def chain_cuts(
     layers: LayerFigures, configuration: Configuration, recompute: Sequence[bool], *, fused: bool
 ) -> ChainCuts | None:
     """The cuts of a configuration; None where the graph is no short chain. ``fused``: with whole backwards only."""
-    stages = configuration.pipeline * configuration.virtual
-    if not layers.graph.is_chain or len(layers.graph) > MOST_LAYERS or stages > MOST_STAGES:
+    stages, count = configuration.pipeline * configuration.virtual, len(layers.graph)
+    few = stages <= MOST_STAGES if count <= MOST_LAYERS else math.comb(count - 1, stages - 1) <= MOST_CUTS
+    if not layers.graph.is_chain or not few:
         return None
     return ChainCuts(ChainSums(layers, configuration, recompute, fused=fused))

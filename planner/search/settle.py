@@ -17,6 +17,8 @@ SETTLED_CUTS: Final = 4
 """Cuts that must be within the effort, else a configuration is not settled."""
 MOST_NODES: Final = 20_000
 """Begun cuts looked at in one configuration."""
+NEAREST: Final = 4
+"""Cuts timed in a configuration of one rank, where its stages are buckets of the all-reduce."""
 MOST_TIES: Final = 24
 """Cuts looked at beyond those that could be faster, for a more even one among equals."""
 ILP_ROUNDS: Final = 20
@@ -82,6 +84,8 @@ class Settle:
         """The cuts of a short chain that may be faster than the best; None where they are too many, or unknown."""
         cuts = self.search.bounds.cuts(item.configuration)
         near = cuts.below(self.search.state.best_s * (1 - EQUAL)) if cuts is not None else None
+        if near is not None and item.configuration.pipeline == 1:
+            return [tuple(marks) for marks in near.marks[:NEAREST].tolist()]  # the first one mostly reaches its bound
         if near is None or len(near.marks) > most:
             return None
         return [tuple(marks) for marks in near.marks.tolist()]
