@@ -111,7 +111,7 @@ def _tell_figures(said: Plan, fresh: Plan) -> None:
         change = f" ({100 * (new.iteration_s / old.iteration_s - 1):+.1f} %)" if old.iteration_s else ""
         say(f"iteration: {format_seconds(old.iteration_s)} -> {now}{change}, idle {100 * new.bubble_fraction:.1f} %")
     if new.bound_s is not None and new.gap is not None:
-        proven = "proven the fastest" if fresh.search and fresh.search.proven else "another plan may be faster"
+        proven = "no named schedule is faster" if fresh.search and fresh.search.proven else "another plan may be faster"
         say(f"bound: {format_seconds(new.bound_s)}, {100 * new.gap:.2f} % over it; {proven}")
     elif old is not None and old.bound_s is not None:
         say("bound: none, as it was proven for another batch, cluster or profile; solve again for one")

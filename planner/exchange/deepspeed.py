@@ -34,7 +34,7 @@ def deepspeed_module(path: Path, goal: Path | None = None) -> str:
     made = planned(path, system="DeepSpeed's PipelineModule")
     refuse_tensor_parallel(made)
     refuse_skips(made)
-    refuse_other_schedules(made, [ScheduleName.ONE_F_ONE_B])
+    refuse_other_schedules(made, ScheduleName.ONE_F_ONE_B)
     plan = made.plan
     entries = entries_of(made)
     boundaries = _boundaries(made, entries)

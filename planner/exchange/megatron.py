@@ -52,7 +52,7 @@ def megatron_options(path: Path, goal: Path | None = None) -> str:
 def _refuse_schedule(made: Planned) -> None:
     plan = made.plan
     sizes = plan.parallel
-    refuse_other_schedules(made, [ScheduleName.INTERLEAVED if sizes.virtual > 1 else ScheduleName.ONE_F_ONE_B])
+    refuse_other_schedules(made, ScheduleName.INTERLEAVED if sizes.virtual > 1 else ScheduleName.ONE_F_ONE_B)
     if sizes.virtual > 1 and sizes.pipeline == 1:
         made.refuse("several stages on the one rank of a pipeline", "solve with --virtual 1")
     if sizes.virtual > 1 and plan.batch.microbatches % sizes.pipeline:

@@ -16,10 +16,11 @@ from planner.errors import InputError
 from planner.graph import LayerGraph, ties
 from planner.plan import Plan, read_plan
 from planner.plan.check import check_plan, profile_of
-from planner.plan.job import schedule_of
+from planner.plan.job import job_of, schedule_of
 from planner.profile import Edge, Layer, Profile
 from planner.record import record
-from planner.schedules import Schedule, ScheduleName, default_warmup
+from planner.schedules import Placement, Schedule, ScheduleName, build, default_warmup
+from planner.simulate import simulate
 
 
 @record
@@ -119,7 +120,7 @@ def refuse_skips(made: Planned) -> None:
                 edge = next(edge for edge, source, target in made.crossing if source <= low and target >= high)
                 made.refuse(
                     f"a skip over stages: layer {edge.target} of stage {high} reads {edge.source} of stage {low}",
-                    "train it with pipeplan run, or keep both layers within two stages",
+                    "train it with pipeplan run, or cut so that they lie in one stage or in neighbours",
                 )
 
 
@@ -146,19 +147,43 @@ def refuse_tensor_parallel(made: Planned) -> None:
         made.refuse(f"tensor parallel size {made.plan.parallel.tensor} of these layers", "solve with --tensor 1")
 
 
-def refuse_other_schedules(made: Planned, names: Iterable[ScheduleName]) -> None:
-    """Refuse schedules that are none of these, or warm up deeper or less deep than they do."""
-    known, schedule = tuple(names), made.plan.schedule
-    words = ", ".join(name.value for name in known)
-    if schedule.name not in known:
-        made.refuse(
-            f"schedule {schedule.name.value} in placement {schedule.placement.value}", f"solve with --schedule {words}"
+def refuse_other_schedules(made: Planned, name: ScheduleName) -> None:
+    """Refuse every order of actions but the one that a schedule has by itself, whatever the plan calls it."""
+    schedule = made.plan.schedule
+    own = _order_of(made, name)
+    if made.schedule == own:
+        return
+    what = f"schedule {schedule.name.value} in placement {schedule.placement.value}"
+    solve = f"solve with --schedule {name.value}"
+    if schedule.name is name:
+        what = f"warm-up depths {list(schedule.warmup or ())} of schedule {name.value}, which has its own"
+        solve = "pipeplan check --write says whether it fits"
+    if own is None:
+        made.refuse(what, solve)
+    job = job_of(made.plan, made.profile)
+    seconds = [simulate(job, order, memory=False).iteration_s for order in (own, made.schedule)]
+    longer = seconds[0] / seconds[1] - 1 if seconds[1] else 0.0
+    cost = f"{abs(longer):.1%} {'longer' if longer >= 0 else 'less'}"
+    made.refuse(
+        what, f"write schedule: {{name: {name.value}, placement: loop}} in {made.path}, which takes {cost}; or {solve}"
+    )
+
+
+def _order_of(made: Planned, name: ScheduleName) -> Schedule | None:
+    """The plan's stages under a schedule in placement loop, warming up as it does; None where it is not for them."""
+    sizes = made.plan.parallel
+    if made.plan.schedule.placement is not Placement.LOOP:
+        return None
+    try:
+        return build(
+            name,
+            num_ranks=sizes.pipeline,
+            virtual=sizes.virtual,
+            num_microbatches=made.plan.batch.microbatches,
+            placement=Placement.LOOP,
         )
-    if not made.warmup_is_default:
-        made.refuse(
-            f"warm-up depths {list(schedule.warmup or ())} of schedule {schedule.name.value}, which has its own",
-            f"take warmup out of {made.path}; pipeplan check says what that costs",
-        )
+    except InputError:
+        return None
 
 
 def list_text(rows: Iterable[object], *, indent: int = 4) -> str:

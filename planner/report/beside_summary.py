@@ -47,7 +47,8 @@ def _lines(shown: Overview, told: Beside) -> Iterator[str]:
     yield f"idle {percent(idle.predicted)} predicted, {percent(idle.measured)} measured"
     if told.message_s is not None:
         waited = sum(rank.waited for rank in told.ranks)
-        yield f"a message {_words(told.message_s, format_seconds)}; {waited} were waited for"
+        were = "one was" if waited == 1 else f"{waited} were"
+        yield f"a message {_words(told.message_s, format_seconds)}; {were} waited for"
     limit = "no limit known" if shown.limit_bytes is None else f"limit {format_bytes(shown.limit_bytes)} a rank"
     yield f"memory: {limit}; layers {provenance_words(shown.profile)}"
 

@@ -70,8 +70,12 @@ def provenance_notices(profile: Profile) -> Iterator[dict[str, str]]:
 
 def figure(name: str, value: str, note: str, *, measured: str = "", bad: bool = False) -> dict[str, Any]:
     """One of the tiles at the top: a value, what was measured of it, and a note."""
-    kept = measured.replace(" ", "\u00a0")  # a figure and its unit stay on one line
-    return {"name": name, "value": value, "note": note, "measured": kept, "bad": bad, "long": len(value) > 10}
+    return {"name": name, "value": value, "note": note, "measured": measured, "bad": bad, "long": len(value) > 10}
+
+
+def unbroken(text: str) -> str:
+    """A figure and its unit on one line."""
+    return text.replace(" ", "\u00a0")
 
 
 def share_of(part: float, whole: float) -> float:

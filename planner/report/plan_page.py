@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from planner.cluster import Link
-from planner.graph import Stage
+from planner.graph import Stage, Transfer
 from planner.plan import Search
 from planner.report.beside import Beside, Pair, beside
-from planner.report.html import figure, profile_facts, provenance_notices, render, share_of
+from planner.report.html import figure, profile_facts, provenance_notices, render, share_of, unbroken
 from planner.report.layers import LayerRow, layer_rows, shape_of
 from planner.report.overview import Overview
 from planner.report.page_data import layers_data, plan_data
@@ -101,8 +101,8 @@ def _plan_figures(shown: Overview, run: Beside | None) -> Iterator[dict[str, Any
     if run is not None:
         seconds = _measured(run.iteration_s, format_seconds)
         rate = f"{format_rate(run.samples_per_s.measured)}/s"
-        bubble = percent(run.bubble_fraction.measured)
-        peak = format_bytes(max(rank.peak_memory_bytes.measured for rank in run.ranks))
+        bubble = unbroken(percent(run.bubble_fraction.measured))
+        peak = unbroken(format_bytes(max(rank.peak_memory_bytes.measured for rank in run.ranks)))
     yield figure("Iteration", format_seconds(predicted.iteration_s), bound_words(shown), measured=seconds)
     samples = f"{plan.batch.global_batch} an iteration"
     yield figure("Samples", f"{format_rate(predicted.samples_per_s)}/s", samples, measured=rate)
@@ -121,7 +121,7 @@ def _plan_figures(shown: Overview, run: Beside | None) -> Iterator[dict[str, Any
 def _measured(pair: Pair, show: Callable[[float], str]) -> str:
     """Figures and their units stay on one line."""
     off = "no prediction" if pair.off is None else percent(pair.off, signed=True)
-    return " ".join(part.replace(" ", "\u00a0") for part in (show(pair.measured), f"({off})"))
+    return " ".join(map(unbroken, (show(pair.measured), f"({off})")))
 
 
 def _legend(shown: Overview) -> list[dict[str, str]]:
@@ -200,10 +200,9 @@ def _bubble_words(shown: Overview) -> str:
     fraction = shown.predicted.bubble_fraction
     if not seconds:
         return "No rank is ever idle."
-    return (
-        f"A rank is idle {percent(fraction)} of the time until the last action ends; most of it, "
-        f"{percent(share_of(seconds, fraction * shown.timeline.makespan_s), 0)}, comes from {cause}."
-    )
+    share = percent(share_of(seconds, fraction * shown.timeline.makespan_s), 0)
+    most = "all of it" if share == "100 %" else f"most of it, {share},"
+    return f"A rank is idle {percent(fraction)} of the time until the last action ends; {most} comes from {cause}."
 
 
 def _cut_words(shown: Overview, rows: Sequence[LayerRow], starts: Sequence[int]) -> str:
@@ -237,8 +236,8 @@ def _stages(shown: Overview) -> Iterator[dict[str, Any]]:
             "load_percent": percent(share_of(load, mean), 0),
             "parameters": format_bytes(stage.parameter_bytes),
             "saved": format_bytes(stage.saved_bytes),
-            "sends": _transfers(stage.sends),
-            "returns": _transfers(stage.returns),
+            "sends": _transfers(stage.sends, stage.rank, stages),
+            "returns": _transfers(stage.returns, stage.rank, stages),
         }
 
 
@@ -247,11 +246,17 @@ def _stage_name(stage: Stage) -> str:
     return first if count == 1 else f"{first} … {last} ({count})"
 
 
-def _transfers(entries: Sequence[Any]) -> str:
+def _transfers(entries: Sequence[Transfer], rank: int, stages: Sequence[Stage]) -> str:
+    """What goes where. No bytes: to a stage of the same rank, or the rank that takes it has it already."""
     if not entries:
         return "–"
     if len(entries) <= 2:
-        return ", ".join(f"{format_bytes(entry.bytes)} → {entry.to_stage}" for entry in entries)
+        own, there = "same rank", "already there"
+        words = [
+            format_bytes(entry.bytes) if entry.bytes else own if stages[entry.to_stage].rank == rank else there
+            for entry in entries
+        ]
+        return ", ".join(f"{word} → {entry.to_stage}" for word, entry in zip(words, entries, strict=True))
     return f"{format_bytes(sum(entry.bytes for entry in entries))} → {len(entries)} stages"
 
 
@@ -303,7 +308,8 @@ def _faster(shown: Overview, rivals: Sequence[Rival]) -> str:
         return ""
     best = min(better, key=lambda rival: rival.iteration_s)
     won = 1 - best.iteration_s / shown.predicted.iteration_s
-    return f"{best.name} would be {percent(won)} faster than this plan: solve again to get the best there is."
+    solve = "solve again, without the options that left it out"
+    return f"{best.name} would be {percent(won)} faster than this plan: {solve}, to get the best there is."
 
 
 def _rivals(shown: Overview, rivals: Sequence[Rival]) -> Iterator[dict[str, Any]]:

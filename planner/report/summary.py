@@ -24,6 +24,8 @@ from planner.units import format_bytes, format_rate, format_seconds
 SCREEN: Final = 23
 """Lines of a terminal, less the prompt."""
 _MOST_RANKS: Final = 8
+_NOTHING: Final = 5e-5
+"""A gap that is written 0.00 %: a smaller one leaves nothing to win, also to orders that no schedule names."""
 _CONSOLE: Final = Console(file=StringIO())
 
 
@@ -79,7 +81,8 @@ def bound_words(shown: Overview) -> str:
     if gap is None:
         return "no bound is known"
     over = f"{percent(max(0.0, gap), 2)} over the bound"
-    return f"{over}, proven the best" if shown.proven else over
+    best = "proven the best" if gap < _NOTHING else "no named schedule is faster"
+    return f"{over}, {best}" if shown.proven else over
 
 
 def memory_words(shown: Overview) -> str:
@@ -184,7 +187,7 @@ def dearest_words(rows: Sequence[LayerRow]) -> str:
     dearest = max(rows, key=lambda row: row.load_s)
     mean = sum(row.load_s for row in rows) / len(rows)
     times = f", {dearest.load_s / mean:.2g} times the mean" if mean else ""
-    return f"largest: {short(dearest.name, 30)}{times}"
+    return f"largest layer: {short(dearest.name, 30)}{times}"
 
 
 def optimizer_words(profile: Profile) -> str:

@@ -18,9 +18,9 @@ from support.rows import edge, renamed, row_profile, with_tensor_rows
 from planner.exchange.deepspeed import entries_of
 from planner.exchange.megatron import layout_text
 from planner.exchange.target import planned
-from planner.plan import Plan
+from planner.plan import Plan, read_plan, schedule_of
 from planner.profile import Profile
-from planner.schedules import ScheduleName
+from planner.schedules import ScheduleName, format_order
 
 TARGETS = ["torch", "torchtitan", "megatron", "deepspeed"]
 
@@ -236,8 +236,34 @@ def _with(plan: Plan, **schedule: Any) -> Plan:
 @pytest.mark.parametrize("target", ["megatron", "deepspeed"])
 def test_a_warm_up_that_is_not_theirs(tmp_path: Path, target: str) -> None:
     path = saved(tmp_path, row_profile(6), 4, edit=lambda plan: _with(plan, warmup=(3, 1)))
-    assert "warm-up depths [3, 1]" in _no(path, target)
+    said = _no(path, target)
+    assert "warm-up depths [3, 1]" in said
     assert constants(exported(path, "torchtitan"))["SCHEDULE_CSV"] == exported(path, "torch-csv")
+
+    (written, cost) = re.findall(r"write schedule: (\{.*?\}) in \S+, which takes (\S+)% (?:longer|less)", said)[0]
+    assert pipeplan("check", path, "--write").code == 0
+    before = read_plan(path).predicted
+    text = path.read_text()
+    path.write_text(re.sub(r"\nschedule:(?: \{.*\}\n|\n(?:  .*\n)+)", f"\nschedule: {written}\n", text))
+    assert path.read_text() != text
+    assert pipeplan("check", path, "--write").code == 0
+    after = read_plan(path).predicted
+    assert before is not None
+    assert after is not None
+    assert float(cost) == pytest.approx(100 * abs(after.iteration_s / before.iteration_s - 1), abs=0.06)
+    exported(path, target)
+
+
+@pytest.mark.parametrize("target", ["megatron", "deepspeed"])
+def test_their_own_order_under_another_name(tmp_path: Path, target: str) -> None:
+    path = saved(tmp_path, row_profile(6), 4)
+    own = exported(path, target)
+
+    def as_actions(plan: Plan) -> Plan:
+        actions = tuple(map(format_order, schedule_of(plan)))
+        return dataclasses.replace(_with(plan, name=ScheduleName.SYNTHESISED, warmup=None), actions=actions)
+
+    assert exported(saved(tmp_path, row_profile(6), 4, edit=as_actions), target) == own
 
 
 @pytest.mark.parametrize("target", ["megatron", "torchtitan"])

@@ -29,7 +29,8 @@ class LayersPicture extends Picture {
     this.drawStages();
     this.drawScale(this.highLoad, this.loadTop, this.loadFloor, 10, formatSeconds);
     this.drawScale(this.highCut, this.cutTop, this.cutFloor, 2, formatBytes);
-    this.write("time of each layer: F, I, W", this.left, 8, { colour: colours.text, weight: 600 });
+    this.write("time of each layer", this.left, 8, { colour: colours.text, weight: 600 });
+    this.drawLegend(this.left + this.measure("time of each layer", 11) + 14);
     this.write("bytes a cut behind it sends", this.left, this.cutTop - 12, { colour: colours.text, weight: 600 });
     const gap = this.x(1) - this.x(0) > 5 ? 1 : 0;
     for (let i = 0; i < this.count; i++) {
@@ -49,6 +50,14 @@ class LayersPicture extends Picture {
       this.pen.fillRect(this.x(this.cursor), this.loadTop, this.x(this.cursor + 1) - this.x(this.cursor), this.cutFloor - this.loadTop);
       this.pen.globalAlpha = 1;
     }
+  }
+
+  drawLegend(x) {
+    ["F", "I", "W"].forEach((letter, place) => {
+      this.pen.fillStyle = colours[letter];
+      this.pen.fillRect(x + 34 * place, 1, 18, 14);
+      this.write(letter, x + 34 * place + 9, 8, { colour: colours[`${letter}-text`], align: "center", weight: 600 });
+    });
   }
 
   drawScale(high, top, floor, base, format) {
