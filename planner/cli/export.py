@@ -44,6 +44,8 @@ def export(
     boundaries, and its config. torch-csv: the schedule's actions alone, a row a rank, as torch.distributed.pipelining
     reads them.
 
+    Megatron-LM runs 1f1b and interleaved-1f1b, DeepSpeed 1f1b: solve for them with that --schedule.
+
     Each file says how it is used. What a system cannot express is refused by name: nothing of a plan is dropped.
     """
     from planner.files import write_atomically

@@ -18,12 +18,14 @@ from planner.errors import PipeplanError
 _LONGEST_LINE = 1_000
 """Letters of an error; a path is rarely so long."""
 
+_HELP = ["-h", "--help"]
+
 app = typer.Typer(
     name="pipeplan",
     help="Plans pipeline-parallel training, proves the plan, and runs it.",
     add_completion=False,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": _HELP},
 )
 
 
@@ -95,7 +97,8 @@ def _typer_group() -> typer.core.TyperGroup:
     group = typer.main.get_command(app)
     assert isinstance(group, typer.core.TyperGroup)
     for command in (group, *group.commands.values()):
-        for parameter in command.params:
+        own = command.get_help_option(typer.Context(command, help_option_names=_HELP))
+        for parameter in (*command.params, *([own] if own else [])):
             if parameter.param_type_name == "argument" and parameter.name:
                 parameter.metavar = parameter.metavar or parameter.name.upper()
             elif getattr(parameter, "is_flag", False):

@@ -52,7 +52,9 @@ def profile(
     ),
     device: DeviceKind | None = typer.Option(None, help="Where to measure (default: cuda where there is one)."),
     estimate: str | None = typer.Option(None, help="Estimate for a GPU that is not here, e.g. h100-sxm, a100, mi300x."),
-    granularity: Granularity = typer.Option(Granularity.BLOCK, help="What a layer is."),
+    granularity: Granularity = typer.Option(
+        Granularity.BLOCK, help="What a layer is: an op, a module, or a repeated block (in parts, where it is large)."
+    ),
     layerwise: bool | None = typer.Option(
         None,
         "--layerwise/--whole",

@@ -43,7 +43,7 @@ def solve(
     explain: bool = typer.Option(False, "--explain", help="Show the cut, where its time goes, what else was near."),
     effort: int = typer.Option(1, min=1, help="Look at so many times as many plans: where the best is not proven."),
     max_seconds: float | None = typer.Option(None, min=0.0, help="Take the best plan found by then."),
-    schedule: str | None = typer.Option(None, help="Schedules to choose from (default: all)."),
+    schedule: str | None = typer.Option(None, help="Schedules to choose from, e.g. 1f1b,zb-h1 (default: all)."),
     pipeline: str | None = typer.Option(None, help="Pipeline sizes to choose from, e.g. 2,4."),
     virtual: str | None = typer.Option(None, help="Stages a rank to choose from, e.g. 1,2 (default: 1 to 4)."),
     data: str | None = typer.Option(None, help="Numbers of replicas to choose from, e.g. 1,2,4 (default: all)."),

@@ -62,6 +62,7 @@ def test_help_fits_eighty_columns_without_colour(command: str) -> None:
     lines = answer.stdout.splitlines()
     assert max(map(len, lines)) <= 80
     assert "…" not in answer.stdout, "nothing is cut off"
+    assert "<bool>" not in answer.stdout, "a flag takes no value"
     listed = [line.strip("│ ") for line in lines if line.startswith("│")]
     assert all(listed), "every option has its words"
 
