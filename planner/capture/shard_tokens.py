@@ -204,7 +204,8 @@ def late_sums(
     """Whole tensors, made of parameters and constants alone, whose gradients need no sum over the ranks when they come.
 
     All that read such a tensor do a part each, so each rank's gradient is a part of the sum; so it is of what the
-    tensor was made of, down to the parameters: their gradients are summed over the ranks once a step.
+    tensor was made of, down to the parameters: their gradients are summed over the ranks once a step. What is made of
+    a tensor that is read whole too is none of them.
     """
     facts, flows, writers = analysis.trace.facts, analysis.flow.flows, analysis.flow.writers
     roles = analysis.lifted.roles
@@ -216,14 +217,25 @@ def late_sums(
             step = steps[node]
             alike = states[node] is None and not step.weights and not step.partial and node not in tokens.states
             plain[node] = alike and all(plain.get(used, False) for used in node.all_input_nodes)
-    found: set[fx.Node] = set()
-    for node in reversed(analysis.lifted.graph.nodes):
-        if not plain.get(node) or not facts[node].requires_grad or facts[node].storages & writers.keys():
-            continue
-        readers = [user for user in node.users if user in flows]
-        if readers and all(_reads_a_part(user, node, states, steps, tokens, found) for user in readers):
-            found.add(node)
-    return frozenset(found)
+    able = [
+        node
+        for node in reversed(analysis.lifted.graph.nodes)
+        if plain.get(node) and facts[node].requires_grad and not facts[node].storages & writers.keys()
+    ]
+    while True:
+        found: set[fx.Node] = set()
+        for node in able:
+            readers = [user for user in node.users if user in flows]
+            if readers and all(_reads_a_part(user, node, states, steps, tokens, found) for user in readers):
+                found.add(node)
+        kept = [
+            node
+            for node in able
+            if node not in found or all(used in found for used in node.all_input_nodes if facts[used].requires_grad)
+        ]
+        if len(kept) == len(able):
+            return frozenset(found)
+        able = kept
 
 
 def _reads_a_part(

@@ -161,6 +161,10 @@ RULES: dict[str, tuple[int, int, str, str]] = {
         *(8, 8, "self.w = nn.Parameter(torch.randn(8, 12))"),
         "z = torch.tanh(y) @ self.w; y = torch.relu(torch.matmul(z, self.w.t()))",
     ),
+    "a weight's halves read whole and in part": (
+        *(8, 8, "self.two = nn.Parameter(torch.randn(2, 8))"),
+        "a, b = self.two.unbind(0); y = y * a + (x[..., :8] * b).cumsum(-1).mean()",
+    ),
     "changed through views": (
         *(8, 8, SCALE),
         "z = torch.zeros_like(x[..., :8]); z[..., :4] = x[..., :4] * self.scale[:4]; y = y + z * 2; "
