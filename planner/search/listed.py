@@ -22,9 +22,9 @@ MOST_STAGES: Final = 40
 """Stages of a configuration whose cuts are listed: with more of them there are too many."""
 MOST_LAYERS: Final = 64
 """Layers of a chain whose cuts are listed, however many there are: most are left early."""
-MOST_CUTS: Final = 40_000
-"""Cuts, begun or whole, that are looked at together; where there are more, there is no list."""
-_AT_ONCE: Final = 100_000
+MOST_CUTS: Final = 150_000
+"""Cuts, begun or whole, that are looked at; where there are more, there is no list."""
+_AT_ONCE: Final = 20_000
 """Cuts in one array."""
 _NEARER: Final = 6
 """Steps by which a time is looked for below which there are few enough cuts."""
@@ -45,6 +45,7 @@ class ChainCuts:
         self.num_layers: Final = len(sums.layers.graph)
         self.num_stages: Final = len(sums.rank_of)
         self.spent = 0
+        self._too_many_s = math.inf
 
     # --- which cuts there are -----------------------------------------------------------------------------------------
 
@@ -68,39 +69,41 @@ class ChainCuts:
                 break
         return low
 
-    def below(self, seconds: float, most: int = MOST_CUTS) -> Near | None:
-        """All cuts that may be faster than a time; None where more than ``most`` of them are begun."""
-        marks = np.zeros((1, 1), dtype=np.int64)
+    def below(self, seconds: float) -> Near | None:
+        """All cuts that may be faster than a time; None where too many of them are begun."""
+        if seconds >= self._too_many_s:
+            return None
+        marks, looked_at = np.zeros((1, 1), dtype=np.int64), 0
         for stage in range(self.num_stages):
-            kept = []
-            number = 0
-            for begun in self._longer(marks, stage):
-                fine = begun[self._may_be_faster(begun, seconds)]
-                number += len(fine)
-                if number > most:
-                    return None
-                kept.append(fine)
+            ways = self._ways(marks, stage)
+            looked_at += int(ways.sum())
+            if looked_at > MOST_CUTS:
+                self._too_many_s = seconds
+                return None
+            kept = [begun[self._may_be_faster(begun, seconds)] for begun in self._longer(marks, ways, stage)]
             marks = np.concatenate(kept) if kept else np.zeros((0, stage + 2), dtype=np.int64)
         bounds = self.bounds_s(marks)
         near = np.flatnonzero(bounds < seconds)
         near = near[np.argsort(bounds[near], kind="stable")]
         return Near(marks[near], bounds[near])
 
-    def _longer(self, marks: Ints, stage: int) -> Iterator[Ints]:
+    def _ways(self, marks: Ints, stage: int) -> Ints:
+        """How many ends the next stage may have after each begun cut; the last stage has one."""
+        if stage == self.num_stages - 1:
+            return np.ones(len(marks), dtype=np.int64)
+        return np.maximum(self.num_layers - (self.num_stages - 1 - stage) - marks[:, -1], 0)
+
+    def _longer(self, marks: Ints, ways: Ints, stage: int) -> Iterator[Ints]:
         """Begun cuts with one more stage, a few at a time."""
-        last_stage = stage == self.num_stages - 1
-        last = self.num_layers - (self.num_stages - 1 - stage)
-        first = np.full(len(marks), last) if last_stage else marks[:, -1] + 1
-        ways = np.cumsum(np.maximum(last - first + 1, 0)) if not last_stage else np.arange(1, len(marks) + 1)
-        low = 0
+        first = marks[:, -1] + 1 if stage < self.num_stages - 1 else np.full(len(marks), self.num_layers)
+        total, low = np.concatenate([[0], np.cumsum(ways)]), 0
         while low < len(marks):
-            before = int(ways[low - 1]) if low else 0
-            high = max(low + 1, int(np.searchsorted(ways, before + _AT_ONCE, side="right")))
-            many = np.diff(np.concatenate([[before], ways[low:high]]))
+            high = max(low + 1, int(np.searchsorted(total, total[low] + _AT_ONCE, side="right")) - 1)
+            many = ways[low:high]
             begun = np.repeat(marks[low:high], many, axis=0)
             offset = np.arange(len(begun)) - np.repeat(np.cumsum(many) - many, many)
             ends = np.repeat(first[low:high], many) + offset
-            self.spent += len(begun) * (stage + 1) // 10
+            self.spent += len(begun) * (stage + 1) // 5
             yield np.concatenate([begun, ends[:, None]], axis=1)
             low = high
 
