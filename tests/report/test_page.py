@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -524,3 +525,63 @@ def test_labels_meet_no_other_and_stay_inside(browser: Any, tmp_path: Path) -> N
                     assert not meets, (width, text, other)
         texts = {text for _, _, said in drawn for text, *_ in said}
         assert {"limit " + format_bytes(round(1.02 * peak)), f"measured peak {format_bytes(peak)}"} <= texts
+
+
+# Every piece of text with how its colour stands out from what lies under it (WCAG's ratio), for what has a box.
+_CONTRASTS = """() => {
+  const parse = (colour) => {
+    const found = colour.match(/[\\d.]+/g).map(Number);
+    return colour.startsWith('color(') ? [found[0] * 255, found[1] * 255, found[2] * 255, found[3] ?? 1] : [...found.slice(0, 3), found[3] ?? 1];
+  };
+  const over = ([r, g, b, a], under) => [r, g, b].map((part, i) => a * part + (1 - a) * under[i]);
+  const ground = (element) => {
+    const own = parse(getComputedStyle(element).backgroundColor);
+    return own[3] === 1 ? own.slice(0, 3) : over(own, element.parentElement ? ground(element.parentElement) : [255, 255, 255]);
+  };
+  const light = (colour) => {
+    const [r, g, b] = colour.map((part) => part / 255).map((part) => part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b + 0.05;
+  };
+  const told = [];
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const element = walker.currentNode.parentElement;
+    if (!walker.currentNode.textContent.trim() || !element.checkVisibility() || element.closest('script, noscript, .unseen, .skip')) continue;
+    const back = ground(element), text = over(parse(getComputedStyle(element).color), back);
+    const [low, high] = [light(back), light(text)].sort((one, other) => one - other);
+    told.push([walker.currentNode.textContent.trim().slice(0, 40), high / low]);
+  }
+  return told;
+}"""  # noqa: E501 - JavaScript
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_all_text_stands_out_and_all_that_acts_has_a_name(
+    browser: Any, small: Shown, tmp_path: Path, theme: str, width: int
+) -> None:
+    """Also of a plan that does not fit and is stale, whose words are coloured, and of a profile."""
+    profile = chain_profile(4)
+    plan = fresh_plan(profile, _even(4, 2), ranks=2)
+    plan = dataclasses.replace(plan, cluster=dataclasses.replace(plan.cluster, memory_bytes=30_000))
+    bad = _page(plan, profile, tmp_path, row=32)
+    assert pipeplan("show", tmp_path / "profile.json", "--html", tmp_path / "profile.html").code == 0
+    for path in (small.path, bad.path, tmp_path / "profile.html"):
+        with opened(browser, path, theme=theme, width=width) as page:
+            told = page.evaluate(_CONTRASTS)
+            assert len(told) > 50
+            assert [text for text, ratio in told if ratio < 4.5] == []
+            nameless = page.evaluate(
+                "() => [...document.querySelectorAll('button, select, canvas[tabindex], a, summary, output, [role]')]"
+                ".filter(one => !(one.getAttribute('aria-label') || one.labels?.length || one.textContent.trim()"
+                " || ['status', 'alert', 'tooltip'].includes(one.role ?? one.getAttribute('role'))))"
+                ".map(one => one.outerHTML.slice(0, 80))"
+            )
+            assert nameless == []
+            assert page.evaluate("document.querySelectorAll('th:not([scope])').length") == 0
+            twice = page.evaluate("[...document.querySelectorAll('[id]')].map(one => one.id)")
+            assert len(twice) == len(set(twice))
+            levels = page.evaluate("[...document.querySelectorAll('h1, h2, h3')].map(one => +one.tagName[1])")
+            assert levels[0] == 1
+            assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
