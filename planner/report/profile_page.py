@@ -37,7 +37,7 @@ def profile_page(profile: Profile, rows: Sequence[LayerRow], *, microbatch_size:
         f"{microbatch_size} (it has {', '.join(map(str, sizes))})",
         notices=[*provenance_notices(profile)],
         figures=[*_profile_figures(rows, graph, microbatch_size)],
-        cut_words=f"Cuts can only be as even as the {dearest_words(rows)}. The widest lies behind "
+        cut_words=f"The {dearest_words(rows)}; no cut divides it. The widest cut lies behind "
         f"{widest.name}, {format_bytes(widest.cut_bytes)}.",
         cut_label="The layers in order: what each costs, and what a cut behind it would send",
         rows=[_layer(row, sum(row.load_s for row in rows)) for row in rows],

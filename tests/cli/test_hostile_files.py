@@ -128,7 +128,7 @@ def test_a_file_with_some_of_it_changed(folder: Path, file: str, words: str) -> 
     flat = file in ("pipedream.txt", "table.csv")
     document = None if flat else yaml.safe_load(text) if file.endswith(".yaml") else json.loads(text)
 
-    @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.data())
     def check(data: st.DataObject) -> None:
         if flat or data.draw(st.integers(0, 4)) == 0:
