@@ -17,7 +17,6 @@ from torch import Tensor
 from planner.capture import Batch, Capture, RandomKey, Stage
 from planner.measure.memory import MemoryMeter, meter_for
 from planner.measure.passes import Pipeline
-from planner.schedules import Letter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,20 +30,10 @@ class HeldBytes:
 def measure_held(captured: Capture) -> tuple[HeldBytes, ...]:
     """Bytes of all layers of a captured model."""
     pipeline = Pipeline(captured, [[layer.name] for layer in captured.layers], captured.batch)
-    received: dict[int, Mapping[str, Tensor]] = {}
-    gradients: dict[int, Mapping[str, Tensor]] = {}
-
-    def recorded(letter: Letter, stage: int, action: Any, *given: Any) -> Any:
-        if letter is Letter.FORWARD:
-            received[stage] = given[3]
-        elif letter is Letter.BACKWARD_INPUT:
-            gradients[stage] = dict(given[1])
-        return action(*given)
-
-    pipeline.run(recorded, split=True)
+    handed = pipeline.handed()
     inputs = saved_inputs(captured)
     held = tuple(
-        held_by(captured, stage, captured.batch, received[index], gradients[index], layer.saved_bytes + inputs[index])
+        held_by(captured, stage, captured.batch, *handed[index], layer.saved_bytes + inputs[index])
         for index, (layer, stage) in enumerate(zip(captured.layers, pipeline.stages, strict=True))
     )
     pipeline.drop_gradients()

@@ -50,7 +50,6 @@ def wait_until_busy(started: list[subprocess.Popen[bytes]]) -> int:
 
 def _work(path: Path, microbatch_size: int) -> None:
     from planner.capture import capture, load_model_file
-    from planner.measure.clock import CpuClock
     from planner.measure.passes import Pipeline
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that measures ends this one
@@ -60,11 +59,11 @@ def _work(path: Path, microbatch_size: int) -> None:
     os.dup2(2, 1)  # what the user's code prints is no sign of ours
     captured = capture(load_model_file(path), microbatch_size=microbatch_size)
     pipeline = Pipeline(captured, [[layer.name for layer in captured.layers]], captured.batch)
-    clock, parent = CpuClock(), os.getppid()
-    pipeline.seconds(clock, split=False)
+    parent = os.getppid()
+    pipeline.train()
     os.write(out, b"busy\n")
     while os.getppid() == parent:
-        pipeline.seconds(clock, split=False)
+        pipeline.train()
 
 
 if __name__ == "__main__":

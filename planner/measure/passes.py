@@ -1,13 +1,14 @@
-"""One micro-batch through all stages of a cut in one process: the very stages that a run executes, action by action.
+"""Micro-batches through the stages of a cut in one process: the very stages that a run executes, action by action.
 
-F0 F1 ... FK-1   then   IK-1 WK-1 ... I0 W0   (split)   or   BK-1 ... B0   (fused)
+all stages    F0 F1 ... FK-1   then   IK-1 WK-1 ... I0 W0   (split)   or   BK-1 ... B0   (fused)
+one, timed    Fk Ik Wk  Fk Bk  Fk Ik Wk  Fk Bk ...          what the others hand to it is kept
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -23,6 +24,13 @@ class Act(Protocol):
         """What ``action(*given)`` returns."""
 
 
+class Handed(NamedTuple):
+    """The tensors and gradients that one stage is given from the others."""
+
+    received: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor]
+
+
 class Pipeline:
     """All stages of one cut, bound to the model's weights; gradients pile up in the stages as over micro-batches.
 
@@ -36,29 +44,48 @@ class Pipeline:
         self._batch = batch
         self._key = RandomKey(0, 0, 0)
 
-    def seconds(self, clock: Clock, *, split: bool) -> dict[Letter, list[float]]:
-        """Seconds of each stage's F and B, or F, I and W, by letter."""
-        row: list[tuple[Letter, int]] = []
+    def handed(self) -> list[Handed]:
+        """What each stage is given, from one pass through all of them; gradients pile up as in any pass."""
+        received: dict[int, Mapping[str, Tensor]] = {}
+        gradients: dict[int, Mapping[str, Tensor]] = {}
 
-        def timed(letter: Letter, stage: int, action: Any, *given: Any) -> Any:
-            clock.mark()  # what lies between actions is bookkeeping of this process
-            made = action(*given)
-            clock.mark()
-            row.append((letter, stage))
-            return made
+        def recorded(letter: Letter, stage: int, action: Any, *given: Any) -> Any:
+            if letter is Letter.FORWARD:
+                received[stage] = given[3]
+            elif letter is Letter.BACKWARD_INPUT:
+                gradients[stage] = dict(given[1])
+            return action(*given)
 
+        self.run(recorded, split=True)
+        return [Handed(received[number], gradients[number]) for number in range(len(self.stages))]
+
+    def seconds(self, number: int, handed: Handed, clock: Clock, *, split: bool) -> dict[Letter, float]:
+        """Seconds of one stage's F and B, or F, I and W, of a micro-batch that is handed to it."""
+        stage, (inputs, target) = self.stages[number], self._batch
+        given = dict(handed.gradients)
         clock.start()
-        self.run(timed, split=split)
-        found: dict[Letter, list[float]] = {letter: [0.0] * len(self.stages) for letter, _ in row}
-        for (letter, stage), value in zip(row, clock.seconds()[1::2], strict=True):
-            found[letter][stage] = value
-        return found
+        stage.forward(0, inputs, target, handed.received, self._key, split=split)
+        clock.mark()
+        if not split:
+            stage.backward(0, given, 1.0)
+            clock.mark()
+            return dict(zip((Letter.FORWARD, Letter.BACKWARD), clock.seconds(), strict=True))
+        stage.backward_input(0, given, 1.0)
+        clock.mark()
+        stage.backward_weight(0)
+        clock.mark()
+        letters = (Letter.FORWARD, Letter.BACKWARD_INPUT, Letter.BACKWARD_WEIGHT)
+        return dict(zip(letters, clock.seconds(), strict=True))
 
-    def drop_gradients(self) -> None:
-        """Free the gradients that piled up."""
-        for stage in self.stages:
-            stage.finish_gradients()
+    def drop_gradients(self, *numbers: int) -> None:
+        """Free the gradients that piled up in some stages, or in all."""
+        for number in numbers or range(len(self.stages)):
+            self.stages[number].finish_gradients()
         self._module.zero_grad(set_to_none=True)
+
+    def train(self) -> None:
+        """Forward and backward of one micro-batch, as they come."""
+        self.run(lambda letter, stage, action, *given: action(*given), split=False)
 
     def run(self, act: Act, *, split: bool) -> None:
         """Forward and backward of one micro-batch; every action goes through ``act``."""

@@ -2,7 +2,7 @@
 
 Visit after visit, every cut at every micro-batch size goes through, so that a noisy neighbour hits all alike:
 
-    each layer alone | whole | halves | quarters        the layers' figures are fitted to these (calibrate.py)
+    each layer alone | whole | halves | quarters | eighths   the layers' figures are fitted to these (calibrate.py)
     thirds | fifths                                     these are foretold from them: the remaining error
 
 Layers are in execution order, so any run of consecutive ones is a stage.
@@ -15,21 +15,25 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from statistics import median, quantiles
 
 from planner.capture import Capture
 from planner.measure.calibrate import Run, calibrate, entry_seconds, errors
 from planner.measure.clock import Clock, clock_for
-from planner.measure.passes import Pipeline
+from planner.measure.passes import Handed, Pipeline
 from planner.schedules import Letter
 
-FITTED = (1, 2, 4)
+FITTED = (1, 2, 4, 8)
 FORETOLD = (3, 5)
 """In how many runs the layers are cut."""
-PASSES = 3
-"""Timed passes of a cut in one visit; one before them fills its gradients, which are freed after them."""
-MOST_VISITS, FEWEST_VISITS = 5, 2
+WARMING, PASSES = 1, 3
+"""Passes of a stage in one visit, each split and fused: some fetch its weights and code, the others are timed.
+
+Before them one of all stages makes what it is handed, and fills its gradients, which are freed after them.
+"""
+MOST_VISITS, FEWEST_VISITS = 4, 2
 SMALLEST_RUN = 0.05
 """Of the whole: what is smaller limits no pipeline, and is mostly the cost of entering a stage."""
 ENOUGH_S = 60.0
@@ -112,14 +116,23 @@ class Series:
         self._rows: dict[Letter, list[list[float]]] = {letter: [] for letter in Letter}
 
     def visit(self) -> None:
-        """Some passes, split and fused by turns; F counts in the fused ones."""
-        self._pipeline.seconds(self._clock, split=False)
-        for _ in range(PASSES):
-            split = self._pipeline.seconds(self._clock, split=True)
-            fused = self._pipeline.seconds(self._clock, split=False)
-            for letter in Letter:
-                self._rows[letter].append(split[letter] if letter in _SPLIT else fused[letter])
-        self._pipeline.drop_gradients()
+        """Passes of one stage after another, split and fused by turns; F counts in the fused ones."""
+        handed = self._pipeline.handed()
+        found = [self._passes(number, given) for number, given in enumerate(handed)]
+        for letter, rows in self._rows.items():
+            rows += map(list, zip(*(passes[letter] for passes in found), strict=True))
+
+    def _passes(self, number: int, handed: Handed) -> dict[Letter, list[float]]:
+        """Seconds of one stage, pass after pass, as a rank runs it: with its own weights and code at hand alone."""
+        seconds = partial(self._pipeline.seconds, number, handed, self._clock)
+        found: dict[Letter, list[float]] = {letter: [] for letter in Letter}
+        for round_ in range(WARMING + PASSES):
+            split, fused = seconds(split=True), seconds(split=False)
+            if round_ >= WARMING:
+                for letter in Letter:
+                    found[letter].append(split[letter] if letter in _SPLIT else fused[letter])
+        self._pipeline.drop_gradients(number)
+        return found
 
     def forget(self) -> None:
         """Drop what was timed so far."""
