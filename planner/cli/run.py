@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
-from planner.cli.console import err, out, print_json, remark, say_if_estimated
+from planner.cli.console import err, out, print_json, remark, say, say_if_estimated
 
 if TYPE_CHECKING:
     from planner.runtime.result import Outcome
@@ -272,6 +272,5 @@ def _show(outcome: Outcome) -> None:
         else:
             off = "cannot be compared, as they draw random numbers in another order"
         out.print(f"the captured model and the model as written: {off}", soft_wrap=True)
-    for line in outcome.differences:
-        out.print(line, markup=False, soft_wrap=True)
-    out.print(outcome.advice, soft_wrap=True)
+    for line in (*outcome.differences, outcome.advice):
+        say(line, indent=2)

@@ -96,8 +96,8 @@ def memory_words(shown: Overview) -> str:
 
 def provenance_words(profile: Profile) -> str:
     """Where the layers' figures come from."""
-    where = {"measured": "measured on", "estimated": "ESTIMATED for", "imported": "imported, for"}
-    return f"{where[profile.provenance]} {short(profile.device.name, 30)}"
+    where = {"measured": "measured on ", "estimated": "ESTIMATED for ", "imported": ""}  # whose name says from where
+    return f"{where[profile.provenance]}{short(profile.device.name, 30)}"
 
 
 def _stage_table(stages: Sequence[Stage], *, most: int, width: int) -> Table:

@@ -69,7 +69,7 @@ def run_plan(path: Path, options: RunOptions, listener: Listener) -> Outcome | N
     if plan.profile.provenance == "imported":
         raise InputError(
             f"{path}: was made from an imported profile ({plan.model.name}), which has no model to train",
-            hint="simulate, check and export work on it; to train, profile a model file",
+            hint="simulate, check, show and export --to torch-csv work on it; to train, profile a model file",
         )
     model_path = Path(os.path.realpath(path.parent / plan.model.source))
     if not model_path.is_file():

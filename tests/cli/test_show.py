@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.command import pipeplan, refused
+from support.damage import PIPEDREAM
 from support.plans import chain_profile, fresh_plan, plans, profiles, save
 
 from planner.profile import Collective, Collectives, Edge, EdgeTensor, Profile, write_profile
@@ -271,3 +272,11 @@ def test_no_torch_is_imported(tmp_path: Path) -> None:
     words = ["show", str(path), "--html", str(tmp_path / "page.html"), "--trace", str(tmp_path / "trace.json")]
     made = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
     assert made.stderr.splitlines()[-1] == "0 False"
+
+
+def test_an_imported_profile_says_from_where_once(tmp_path: Path) -> None:
+    (tmp_path / "graph.txt").write_text(PIPEDREAM)
+    profile = tmp_path / "profile.json"
+    words = ["--from", "pipedream", "--microbatch-size", 2, "-o", profile]
+    assert pipeplan("import", tmp_path / "graph.txt", *words).code == 0
+    assert "\nimported from PipeDream at micro-batch sizes 2" in pipeplan("show", profile).out
