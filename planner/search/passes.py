@@ -4,8 +4,9 @@ What a rank is to do once its stage of chunk a has its first input, chunks k0 < 
 
     T >= F of all before ka, links included  +  M · (load of the rank - F of its first a)  +  what follows
 
-and where memory is limited, all that its micro-batches hold over time fits into what is left of it (T · room). Greedy
-orders nearly reach the largest of these rows, so that is what a cut is judged by. Stages in a row with ranks all
+and where memory is limited, all that its micro-batches hold over time fits into what is left of it (T · room), each
+of them held somewhat longer than its round trip, the stretch. Greedy orders nearly reach the largest of these rows, so
+that is what a cut is judged by. Stages in a row with ranks all
 different (a window) can be chosen together, everything else fixed, by a recursion over their boundaries; windows slide
 until nothing gets better. Short first chunks shorten the fill, so that is one of the starts.
 """
@@ -18,7 +19,7 @@ from typing import Final
 import numpy as np
 
 from planner.cluster import link_between, memory_limit, ring_link
-from planner.schedules import ranks_of
+from planner.schedules import Placement, ranks_of
 from planner.search.figures import LayerFigures
 from planner.search.lattice import Bools, Floats, Ints
 from planner.search.space import Configuration
@@ -28,6 +29,10 @@ _POWER: Final = 60
 _REACH: Final = 6
 """How many layers a boundary moves at once."""
 _SWEEPS: Final = 8
+_STRETCH: Final = {Placement.LOOP: 1.8, Placement.V: 1.2}
+"""How much longer than its round trip a micro-batch is held, about, where memory is just enough."""
+_OVER: Final = 10.0
+"""By how much a rank counts for each share of its least need that it does not hold."""
 
 
 class Passes:
@@ -37,6 +42,7 @@ class Passes:
         self.layers: Final = layers
         self.configuration: Final = configuration
         self.order: Final = list(order)
+        self.stretch: Final = _STRETCH[configuration.placement]
         ranks, virtual = configuration.pipeline, configuration.virtual
         self.rank_of: Final = ranks_of(ranks, virtual, configuration.placement)
         self.num_stages: Final = ranks * virtual
@@ -61,14 +67,19 @@ class Passes:
         self._cluster()
 
     def _crossings(self) -> None:
-        """Bytes of all tensors that are alive at each boundary."""
+        """Bytes of all tensors that are alive at each boundary, and of those that a backward behind it needs."""
         where = {layer: place for place, layer in enumerate(self.order)}
-        change = np.zeros(len(self.order) + 2)
+        change, again = np.zeros(len(self.order) + 2), np.zeros(len(self.order) + 2)
         for made in self.layers.graph.tensors:
-            last = max(where[reader.layer] for reader in made.readers)
-            change[where[made.source] + 1] += made.bytes(self.layers.microbatch_size, self.layers.tensor)
-            change[last + 1] -= made.bytes(self.layers.microbatch_size, self.layers.tensor)
+            size, first = made.bytes(self.layers.microbatch_size, self.layers.tensor), where[made.source] + 1
+            change[first] += size
+            change[max(where[reader.layer] for reader in made.readers) + 1] -= size
+            needed = [where[reader.layer] for reader in made.readers if reader.saved]
+            if needed:
+                again[first] += size
+                again[max(needed) + 1] -= size
         self.crossing: Floats = np.cumsum(change)[: len(self.order) + 1]
+        self.saved_again: Floats = np.cumsum(again)[: len(self.order) + 1]
 
     def _cluster(self) -> None:
         shape, cluster, profile = self.configuration, self.layers.cluster, self.layers.graph.profile
@@ -124,21 +135,57 @@ class Passes:
 
     def _held(self, marks: Ints, again: Bools, forward: Floats) -> Floats:
         """Per rank, the seconds that its micro-batches need to pass through the memory that is left."""
-        limit = float(self.limit or 0)
-        stages, count = self.stages_of, self.configuration.num_microbatches
+        stages = self.stages_of
+        return self.memory_row(
+            room=self.room(marks)[stages].sum(axis=1),
+            burst=np.where(again, np.diff(self.saved[marks]), 0.0)[stages].max(axis=1),
+            kept=self.kept(marks, again)[stages].sum(axis=1),
+            area=(self.kept(marks, again) * self.behind(marks, again, forward))[stages].sum(axis=1),
+        )
+
+    def kept(self, marks: Ints, again: Bools) -> Floats:
+        """What each stage keeps of a micro-batch from F to B."""
+        made: Floats = np.where(
+            again, self.crossing[marks[:-1]], np.diff(self.saved[marks]) + self.saved_again[marks[:-1]]
+        )
+        return made
+
+    def behind(self, marks: Ints, again: Bools, forward: Floats) -> Floats:
+        """Seconds from each stage's F to the end of its B (or I), of a lone micro-batch over free links."""
         passes = forward + np.diff(self.inputs[marks]) + np.where(again, forward, 0.0)
-        behind = np.cumsum(passes[::-1])[::-1]
-        saved = np.diff(self.saved[marks])
-        kept = np.where(again, self.crossing[marks[:-1]], saved)
-        room = limit - np.diff(self.fixed[marks])[stages].sum(axis=1) - self.workspace
-        burst = np.where(again, saved, 0.0)[stages].max(axis=1)
-        area = count * (kept * behind)[stages].sum(axis=1)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            held: Floats = np.where(room - burst > 0, area / np.maximum(room - burst, 1.0), np.inf)
-        return held
+        made: Floats = np.cumsum(passes[::-1])[::-1]
+        return made
+
+    def room(self, marks: Ints) -> Floats:
+        """What each stage takes of its rank's memory whatever is in flight, negative: layers, waiting messages."""
+        made: Floats = -np.diff(self.fixed[marks])
+        if self.configuration.pipeline > 1:
+            made = made - 2 * (self.crossing[marks[:-1]] + self.crossing[marks[1:]])
+        return made
+
+    def memory_row(self, *, room: Floats, burst: Floats, kept: Floats, area: Floats) -> Floats:
+        """Seconds for M micro-batches of so many byte-seconds to pass; growing on where not even one of them fits."""
+        left = float(self.limit or 0) - self.workspace + room - burst
+        least = np.maximum(kept, 1.0)
+        short = np.maximum(least - left, 0.0) / least
+        made: Floats = self.stretch * self.configuration.num_microbatches * area / np.maximum(left, least)
+        return made * (1 + _OVER * short)
+
+    def fits(self, marks: Ints, again: Bools) -> bool:
+        """Whether each rank's memory holds a micro-batch of each of its stages, messages left aside."""
+        if self.limit is None:
+            return True
+        stages = self.stages_of
+        burst = np.where(again, np.diff(self.saved[marks]), 0.0)[stages].max(axis=1)
+        always = np.diff(self.fixed[marks])[stages].sum(axis=1) + self.workspace
+        return bool((always + np.maximum(burst, self.kept(marks, again)[stages].sum(axis=1)) <= self.limit).all())
 
     def worth(self, marks: Ints, again: Bools) -> float:
-        """The largest row of all (seconds)."""
+        """About what orders of the cut come to: its largest row (seconds); infinite where it cannot fit."""
+        return self._largest(marks, again) if self.fits(marks, again) else np.inf
+
+    def _largest(self, marks: Ints, again: Bools) -> float:
+        """The largest row of all, of cuts that do not fit too."""
         return float(self.rows(marks, again).max())
 
     # --- starts -------------------------------------------------------------------------------------------------------
@@ -166,14 +213,14 @@ class Passes:
 
     def better(self, marks: Ints, again: Bools) -> Ints:
         """The cut after windows have slid over it until none gets better."""
-        best = self.worth(marks, again)
+        best = self._largest(marks, again)
         if self.configuration.pipeline == 1:
             return self._one_by_one(marks, again)
         for _ in range(_SWEEPS):
             before = best
             for first, last in self._windows():
                 made = self._window(marks, again, first, last)
-                worth = self.worth(made, again)
+                worth = self._largest(made, again)
                 if worth < best * (1 + 1e-12):
                     marks, best = made, worth
             if best >= before * (1 - 1e-6):
@@ -182,7 +229,7 @@ class Passes:
 
     def _one_by_one(self, marks: Ints, again: Bools) -> Ints:
         """One rank: each boundary on its own, by steps that halve."""
-        best, reach = self.worth(marks, again), len(self.order) // 2
+        best, reach = self._largest(marks, again), len(self.order) // 2
         while reach:
             moved = False
             for k in range(1, self.num_stages):
@@ -190,7 +237,7 @@ class Passes:
                     made = marks.copy()
                     made[k] += step
                     if made[k - 1] < made[k] < made[k + 1]:
-                        worth = self.worth(made, again)
+                        worth = self._largest(made, again)
                         if worth < best * (1 - 1e-12):
                             marks, best, moved = made, worth, True
             reach = reach if moved else reach // 2
@@ -246,10 +293,12 @@ class _Now:
         self.heads: Final = passes.heads(marks)
         self.links: Final = self.heads - passes.forward[marks[:-1]]
         self.after: Final = passes.after(marks)
-        worth = passes.worth(marks, again)
-        self.scale_s: Final = (
-            worth if 0 < worth < np.inf else passes.configuration.num_microbatches * passes.load[-1] + 1e-300
-        )
+        worth = passes.rows(marks, again).max()
+        self.scale_s: Final[float] = worth if worth > 0 else 1.0
+        self.kept: Final = passes.kept(marks, again)
+        self.behind: Final = passes.behind(marks, again, self.forward)
+        self.room: Final = passes.room(marks)
+        self.saved: Final = np.where(again, np.diff(passes.saved[marks]), 0.0)
 
     def rows(self, stage: int, before: Ints, after: Ints) -> Floats:
         """The largest row of the stage's rank, for every pair of a boundary before and one after it."""
@@ -271,7 +320,24 @@ class _Now:
                 row = self.heads[k] + count * (works - (done[place] - self.forward[stage]) - passed)
             rows = np.maximum(rows, row)
         made: Floats = rows + self.after[rank]
-        return made
+        return made if passes.limit is None else np.maximum(made, self._held(stage, before, after, passed))
+
+    def _held(self, stage: int, before: Ints, after: Ints, passed: Floats) -> Floats:
+        """The rank's row of memory, for every pair; stages behind this one are taken to stay as they are."""
+        passes = self.passes
+        mine = [k for k in passes.stages_of[passes.rank_of[stage]] if k != stage]
+        low, high = before[:, None], after[None, :]
+        saved, crossing = passes.saved[high] - passes.saved[low], passes.crossing
+        kept = crossing[low] + 0.0 * saved if self.again[stage] else saved + passes.saved_again[low]
+        trip = passed + passes.inputs[high] - passes.inputs[low] + (passed if self.again[stage] else 0.0)
+        behind = trip + (self.behind[stage + 1] if stage + 1 < passes.num_stages else 0.0)
+        room = passes.fixed[low] - passes.fixed[high] - 2 * (crossing[low] + crossing[high])
+        return passes.memory_row(
+            room=room + float(self.room[mine].sum()),
+            burst=np.maximum(saved if self.again[stage] else 0.0, float(self.saved[mine].max(initial=0.0))),
+            kept=kept + float(self.kept[mine].sum()),
+            area=kept * behind + float((self.kept[mine] * self.behind[mine]).sum()),
+        )
 
 
 def _prefix(values: Floats) -> Floats:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from itertools import pairwise
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -15,7 +16,8 @@ from planner.search.lattice import Bools, Floats, Ints
 from planner.search.orders import Order
 from planner.search.pairs import paired
 from planner.search.passes import Passes
-from planner.search.state import CUT_ACTIONS, EQUAL, Cut, Item, Search
+from planner.search.space import Configuration
+from planner.search.state import CUT_ACTIONS, Cut, Item, Search
 from planner.simulate import Walk, simulate
 
 QUICK_CUTS: Final = 4
@@ -44,34 +46,90 @@ FEEDBACKS: Final = 4
 """How often such a cut is made again with what its ranks were seen to wait."""
 
 
+class _Begun(NamedTuple):
+    """A cut that was made for a configuration and not timed yet; ``turn``: how promising who recomputes is, 0 most."""
+
+    worth_s: float
+    marks: Ints
+    again: Bools
+    passes: Passes
+    turn: int
+
+    @property
+    def key(self) -> bytes:
+        """The same for the same cut."""
+        return self.marks.tobytes() + self.again.tobytes()
+
+
 class Several:
     """Looks at configurations with several stages a rank."""
 
     def __init__(self, search: Search) -> None:
         self.search: Final = search
+        self.begun: Final[dict[Configuration, list[_Begun]]] = {}
+        """Cuts of configurations, the first few or all that are made at first."""
+        self.whole: Final[set[Configuration]] = set()
+        """Where it is all."""
 
-    def look(self, item: Item) -> None:
-        """Several stages a rank: cuts along one order, made again with what the ranks were seen to wait."""
-        state, configuration = self.search.state, item.configuration
-        orders = [list(range(len(self.search.graph)))]
-        if not self.search.graph.is_chain:
-            orders = list(itertools.islice(topological_orders(self.search.graph, 3), 3))
-        made: list[tuple[float, int, tuple[int, ...], tuple[bool, ...], Passes]] = []
+    def promise(self, item: Item) -> float:
+        """About what a configuration's cuts will come to (seconds), from the rows of a few of them: no bound."""
+        if item.configuration not in self.begun:
+            self.begun[item.configuration] = list(self._begin(item))
+        return min((entry.worth_s for entry in self.begun[item.configuration]), default=math.inf)
+
+    def glance(self, item: Item) -> float:
+        """The time of a configuration's most promising cut so far, under a few orders (seconds)."""
+        begun = min(self.begun[item.configuration], key=lambda entry: entry.worth_s)
+        bound = self.search.bounds.known(item.configuration, fused=item.fused)
+        cut, again = self._along(begun.passes, begun.marks), tuple(begun.again.tolist())
+        order = self.search.time_cut(item, cut, again, bound, quick=True)
+        return math.inf if order is None else order.iteration_s
+
+    def _begin(self, item: Item) -> Iterator[_Begun]:
+        """A configuration's first cuts: along one order of the layers (a few, where there are forks)."""
+        configuration, graph = item.configuration, self.search.graph
+        orders = [list(range(len(graph)))]
+        if not graph.is_chain:
+            orders = list(itertools.islice(topological_orders(graph, 3), 3))
         for order in orders:
             passes = Passes(self.search.bounds.layers(configuration), configuration, order)
             for turn, again in enumerate(self._recomputing(passes)):
-                firsts = FIRST_PASSES if turn == 0 else FIRST_PASSES[:2]
-                for first in firsts if configuration.pipeline > 1 else (1.0,):
-                    marks = passes.better(passes.start(first, again), again)
-                    self.search.bounds.spent += PASS_ACTIONS * passes.num_stages
-                    for cut in (marks, self._paired(passes, marks, again)) if turn == 0 else (marks,):
-                        worth = passes.worth(cut, again)
-                        made.append((worth, len(made), tuple(cut.tolist()), tuple(again.tolist()), passes))
-        by_promise = sorted(made, key=lambda entry: (entry[0] + _longest_s(entry[4], entry[2]), entry[1]))
-        for worth, _, found, flags, passes in by_promise[:QUICK_CUTS]:
-            if worth > state.best_s * (1 + EQUAL) or (self.search.spent() > 0 and state.best is not None):
+                for first in self._firsts(item, turn)[:2]:
+                    yield self._made(passes, first, again, pairs=True, turn=turn)
+
+    @staticmethod
+    def _firsts(item: Item, turn: int) -> tuple[float, ...]:
+        """The first pass of each start against its others; fewer where others that recompute look better."""
+        if item.configuration.pipeline == 1:
+            return (1.0,)
+        return FIRST_PASSES if turn == 0 else FIRST_PASSES[1:2]
+
+    def _made(self, passes: Passes, first: float, again: Bools, *, pairs: bool, turn: int) -> _Begun:
+        """The cut that one start leads to."""
+        marks = passes.better(passes.start(first, again), again)
+        self.search.bounds.spent += PASS_ACTIONS * passes.num_stages
+        if pairs:
+            marks = self._paired(passes, marks, again)
+        return _Begun(passes.worth(marks, again), marks, again, passes, turn)
+
+    def look(self, item: Item) -> None:
+        """Several stages a rank: the most promising cuts, each made again with what its ranks were seen to wait."""
+        state = self.search.state
+        self.promise(item)
+        made = self.begun[item.configuration]
+        for begun in () if item.configuration in self.whole else tuple(made):
+            for first in self._firsts(item, begun.turn)[2:]:
+                made.append(self._made(begun.passes, first, begun.again, pairs=True, turn=begun.turn))
+        self.whole.add(item.configuration)
+        by_promise = sorted(enumerate(made), key=lambda entry: (entry[1].worth_s, entry[0]))
+        seen: set[bytes] = set()
+        for _, begun in by_promise[:QUICK_CUTS]:
+            if begun.worth_s > HOPELESS * state.best_s or (self.search.spent() > 0 and state.best is not None):
                 return
-            seconds = self._feed_back(item, passes, np.array(found), np.array(flags))
+            if begun.key in seen:
+                continue
+            seen.add(begun.key)
+            seconds = self._feed_back(item, begun.passes, begun.marks, begun.again)
             if HOPELESS * state.best_s < seconds < math.inf:
                 return
 
@@ -80,7 +138,8 @@ class Several:
         state, rng = self.search.state, np.random.default_rng(0)
         items = {item.configuration: item for _, item in state.open_items if ScheduleName.SYNTHESISED in item.names}
         found = sorted(state.per_configuration.values(), key=lambda one: one.iteration_s)
-        near = [one for one in found if one.configuration.virtual > 1 and one.configuration in items][:NEAREST]
+        near = [one for one in found if one.configuration.virtual > 1 and one.configuration in items]
+        near = [one for one in near if one.iteration_s <= HOPELESS * state.best_s][:NEAREST]
         order = list(range(len(self.search.graph)))
         if not self.search.graph.is_chain:
             order = next(iter(topological_orders(self.search.graph, 1)))
@@ -126,10 +185,10 @@ class Several:
             return [np.full(stages, self.search.asked.recompute == "all")]
         step = max(1, passes.configuration.pipeline // 2)
         choices = [np.arange(stages) < first for first in range(0, stages + step, step)]
-        worths = [passes.worth(passes.start(1.0, again), again) for again in choices]
+        worths = [float(passes.rows(passes.start(1.0, again), again).max()) for again in choices]
         enough = FEWER * min(worths)  # starts are rough: what recomputes less is taken where it is nearly as good
         best = sorted(range(len(choices)), key=lambda place: (max(worths[place], enough), place))
-        return [choices[place] for place in best[:2] if math.isfinite(worths[place])]
+        return [choices[place] for place in dict.fromkeys((*best[:2], 0))]
 
     def _feed_back(self, item: Item, passes: Passes, marks: Ints, again: Bools) -> float:
         """Time a cut; then cuts that take from the ranks that waited longer than their rows say; the best time."""
@@ -164,8 +223,3 @@ class Several:
             [self.search.graph.names[layer] for layer in passes.order[low:high]]
             for low, high in pairwise(marks.tolist())
         ]
-
-
-def _longest_s(passes: Passes, marks: tuple[int, ...]) -> float:
-    """The load of the longest stage: about what others wait for it on top of their rows."""
-    return float(np.diff(passes.load[np.array(marks)]).max())

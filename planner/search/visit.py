@@ -11,9 +11,9 @@ from planner.search.figures import Figures
 from planner.search.incumbent import topological_orders
 from planner.search.lattice import along
 from planner.search.orders import FUSED, SPLIT
-from planner.search.several import Several
+from planner.search.several import HOPELESS, Several
 from planner.search.space import Configuration
-from planner.search.state import EQUAL, Item, Progress, Search
+from planner.search.state import EQUAL, Item, Search
 from planner.search.suffix import SuffixBound
 
 LOOK_NODES: Final = 25
@@ -26,8 +26,15 @@ ORDERS: Final = 60
 """Topological orders tried where a graph has too many ideals."""
 MOST_NODES: Final = 20_000
 """Begun cuts looked at along one of them."""
-PHASES: Final = ((False, True, 0.4), (False, False, 0.5), (True, True, 0.9), (True, False, 1.0))
+PHASES: Final = ((False, True, 0.4), (False, False, 0.5), (True, True, 1.25), (True, False, 1.3))
 """Whether ranks have several stages, whether all GPUs are used, and how much of the effort may be spent by then."""
+
+PROMISED: Final = 8
+"""Configurations with several stages a rank that are begun before the most promising of them is timed."""
+FAR: Final = 1.06
+"""Above so many times the least bound that is open, several stages a rank are gone on with."""
+MORE_ACTIONS: Final = (600_000, 600_000)
+"""Simulated actions for that, each time."""
 
 
 class Visit:
@@ -36,6 +43,9 @@ class Visit:
     def __init__(self, search: Search) -> None:
         self.search: Final = search
         self.several: Final = Several(search)
+        self.glances: Final[dict[Item, float]] = {}
+        """The time of the first cut that was timed of an item with several stages a rank."""
+        self.looked: Final[set[Item]] = set()
 
     def _items(self) -> list[Item]:
         families = (tuple(name for name in family if name in self.search.asked.schedules) for family in (SPLIT, FUSED))
@@ -60,8 +70,20 @@ class Visit:
             state.left = max(
                 int(share * self.search.effort), self.search.bounds.spent + int(share * self.search.effort) // 10
             )
-            for alone in (True, False):  # one rank first: it is soon looked at, and often near the best
-                self._visit_some(items, [at for at in places if (items[at].configuration.pipeline == 1) == alone])
+            self._visit_in_turn(items, places)
+        for more in MORE_ACTIONS:  # memory so short that what was timed is far from what is thinkable
+            open_s = min((bound for bound, _ in state.open_items), default=math.inf)
+            if state.best is None or state.best_s <= FAR * open_s:
+                break
+            state.left = max(state.left, self.search.bounds.spent) + self.search.asked.effort * more
+            places = [place for place, item in enumerate(items) if item.configuration.virtual > 1]
+            self._visit_in_turn(items, places)
+        state.open_items = [(bound, item) for item, bound in {item: bound for bound, item in state.open_items}.items()]
+
+    def _visit_in_turn(self, items: list[Item], places: list[int]) -> None:
+        """Visit items, one rank first: it is soon looked at, and often near the best."""
+        for alone in (True, False):
+            self._visit_some(items, [at for at in places if (items[at].configuration.pipeline == 1) == alone])
 
     def _visit_some(self, items: list[Item], places: list[int]) -> None:
         state = self.search.state
@@ -70,30 +92,58 @@ class Visit:
             for place in places
         ]
         heapq.heapify(waiting)
-        while waiting:
-            self._tell(waiting[0][0], waiting, items)
-            bound, level, index = heapq.heappop(waiting)
+        promised: list[tuple[float, int, int]] = []
+        while waiting or promised:
+            self._tell([*waiting, *promised], items)
+            first = promised and (len(promised) >= PROMISED or not waiting or promised[0] < waiting[0])
+            key, level, index = heapq.heappop(promised if first else waiting)
             item = items[index]
-            if not math.isfinite(bound) or bound > state.best_s * (1 + EQUAL):
-                return
+            bound = self.search.bounds.known(item.configuration, fused=item.fused)
+            if not math.isfinite(key) or key > state.best_s * (HOPELESS if level == 3 else 1 + EQUAL):
+                if level == 2:  # what only looks slower than the best stays open; others their bound rules out
+                    state.open_items.append((bound, item))
+                continue
             if self._is_no_better_tie(bound, item.configuration):
                 continue
             if self.search.spent() > 0:
-                state.open_items += [(bound, item), *((known, items[other]) for known, _, other in waiting)]
+                left = [items[other] for _, at, other in ((key, level, index), *waiting, *promised) if at < 3]
+                state.open_items += [
+                    (self.search.bounds.known(one.configuration, fused=one.fused), one) for one in left
+                ]
                 return
             if level == 0:
                 exact = self.search.bounds.refine(item.configuration, fused=item.fused, best_s=state.best_s)
                 heapq.heappush(waiting, (_rounded(exact) if item.configuration.virtual > 1 else exact, 1, index))
-            else:
-                if item.look_actions < (self._first_look() if state.best is None else -self.search.spent()):
-                    state.solved.add(item.configuration)
-                    self._look(item)
+            elif level == 1 and item.configuration.virtual > 1:
+                heapq.heappush(promised, (max(key, self.several.promise(item)), 2, index))
+            elif level < 3:
                 state.open_items.append((bound, item))
+                if self._look(item):  # among those as promising, what takes little comes first
+                    cost = 1 + item.look_actions / self.search.effort
+                    heapq.heappush(waiting, (self.glances[item] * cost, 3, index))
+            elif item not in self.looked and self._may_look(item):
+                self.several.look(item)
+                self.looked.add(item)
 
-    def _first_look(self) -> float:
-        """What a look may take, in simulated actions, while there is no plan yet: anything, unless time is short."""
+    def _look(self, item: Item) -> bool:
+        """Look at a configuration, if that is within the effort; with several stages a rank: at one cut at first."""
+        if item in self.glances:
+            return True
+        if not self._may_look(item):
+            return False
+        self.search.state.solved.add(item.configuration)
+        if item.configuration.virtual == 1:
+            self._look_at_cuts(item)
+            return False
+        self.glances[item] = self.several.glance(item)
+        return True
+
+    def _may_look(self, item: Item) -> bool:
+        """Whether a look is within the effort; while there is no plan yet any look is, unless time is short."""
+        if self.search.state.best is not None:
+            return item.look_actions < -self.search.spent()
         limit = self.search.asked.max_seconds
-        return math.inf if limit is None else ACTIONS_A_SECOND * limit
+        return limit is None or item.look_actions < ACTIONS_A_SECOND * limit
 
     def _is_no_better_tie(self, bound: float, configuration: Configuration) -> bool:
         """Whether a configuration can be no faster than the best, nor be preferred to it among equals."""
@@ -107,27 +157,17 @@ class Visit:
             theirs.virtual,
         )
 
-    def _tell(self, bound: float, waiting: list[tuple[float, int, int]], items: list[Item]) -> None:
+    def _tell(self, waiting: list[tuple[float, int, int]], items: list[Item]) -> None:
         self.search.pulse()
-        if self.search.watch is not None:
-            left = {items[index].configuration for _, _, index in waiting} - self.search.state.solved
-            solved = len(self.search.state.solved)
-            self.search.watch(
-                Progress(
-                    configurations=len(self.search.configurations),
-                    solved=solved,
-                    pruned=len(self.search.configurations) - solved - len(left),
-                    best_s=self.search.state.best_s,
-                    bound_s=bound,
-                )
-            )
+        self.search.tell(
+            lambda: len({items[index].configuration for _, _, index in waiting} - self.search.state.solved),
+            lambda: min(waiting)[0],
+        )
 
-    def _look(self, item: Item) -> None:
+    def _look_at_cuts(self, item: Item) -> None:
         """Time a configuration's most promising cuts."""
         suffix = self.search.bounds.suffix(item.configuration, fused=item.fused)
-        if item.configuration.virtual > 1:
-            self.several.look(item)
-        elif suffix is None:
+        if suffix is None:
             self._look_along(item)
         else:
             below = min(self.search.state.best_s, 1.5 * suffix.bound_s) * (1 + 2 * EQUAL)
