@@ -111,10 +111,16 @@ def _proof(found: Found) -> Iterator[str]:
             f"not proven the best: there are more cuts and orders than were looked at ({counts}); "
             f"--effort {10 * found.asked.effort} looks at more, --pipeline, --virtual and --schedule ask for less"
         )
-    yield (
-        f"no order of actions at all, on any cut, takes less than {format_seconds(found.bound_s)} (the bound): there "
-        f"is at most {found.gap:.2%} to win (the gap)"
-    )
+    least = f"no order of actions at all, on any cut, takes less than {format_seconds(found.bound_s)} (the bound)"
+    if found.gap <= 1e-9:
+        yield f"{least}: this plan takes that, there is nothing to win (the gap is 0)"
+    else:
+        yield f"{least}: there is at most {_percent(found.gap)} to win (the gap)"
+
+
+def _percent(gap: float) -> str:
+    """To the hundredth; what is less, as less."""
+    return f"{gap:.2%}" if gap >= 5e-5 else "0.01%"
 
 
 def _advice(found: Found) -> Iterator[str]:

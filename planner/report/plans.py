@@ -13,6 +13,8 @@ from planner.units import format_bytes, format_seconds
 
 _LETTERS = {"P": "pipeline ranks", "D": "replicas", "T": "tensor ranks", "v": "stages a rank"}
 _DOT = "·"
+_WIDTH, _LEAST = 80, 6
+"""Of a table; of a column of words where figures leave no more."""
 _PLACES = ("best", "2nd", "3rd", *(f"{place}th" for place in range(4, 20)))
 
 
@@ -99,14 +101,16 @@ def span_of(names: Sequence[str]) -> str:
 def table(headings: Sequence[str], sections: Sequence[Sequence[Sequence[str]]], *, words: Sequence[str]) -> Table:
     """A table without walls. Columns of ``words`` go on below where room is short; figures are never cut."""
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True, header_style="bold")
-    for place, heading in enumerate(headings):
-        cells = [row[place] for section in (*sections, [headings]) for row in section]
-        width = max(map(len, cells))
-        if heading in words:  # between its words; names of layers anywhere, where they are long
-            least = min(12, max(len(word) for cell in cells for word in cell.split(" ")))
+    columns = [[row[place] for section in (*sections, [headings]) for row in section] for place in range(len(headings))]
+    figures = [max(map(len, cells)) for cells, heading in zip(columns, headings, strict=True) if heading not in words]
+    room = _WIDTH - sum(figures) - 2 * len(headings)
+    for cells, heading in zip(columns, headings, strict=True):
+        if heading in words:  # between its words; names of layers anywhere, where they are long or room is short
+            longest = max(len(word) for cell in cells for word in cell.split(" "))
+            least = min(12, longest, max(_LEAST, room // len(words)))
             made.add_column(heading, justify="left", overflow="fold", min_width=least)
         else:
-            made.add_column(heading, justify="right", no_wrap=True, min_width=width)
+            made.add_column(heading, justify="right", no_wrap=True, min_width=max(map(len, cells)))
     for section in sections:
         made.add_section()
         for row in section:

@@ -241,3 +241,17 @@ def test_a_leaner_plan_is_one_that_was_asked_for() -> None:
     for part in " ".join(text_of(found, explain=False).split()).split("with less memory: ")[1:]:
         assert " T=2 " in part.split(" longer,")[0]
         assert "takes -" not in part
+
+
+def test_figures_are_never_cut_however_wide_they_are() -> None:
+    """Replicas, tensor ranks and stages a rank in one column, minutes and gibibytes: words fold, figures do not."""
+    headings = ("plan", "P·D·T·v", "b·M", "schedule", "iteration", "ratio", "idle", "memory")
+    figures = ("64·16·8·4", "16·512", "59 min 59 s", "10.234", "100.0%", "999.9 GiB !")
+    row = ("even by parameters", *figures[:2], "interleaved-1f1b", *figures[2:])
+    console = Console(file=StringIO(), width=80)
+    console.print(table(headings, [[row]], words=("plan", "schedule")))
+    assert isinstance(console.file, StringIO)
+    text = console.file.getvalue()
+    assert max(map(len, text.splitlines())) <= 80
+    for word in (*figures, *(heading for heading in headings if heading not in ("plan", "schedule"))):
+        assert word in text
