@@ -51,9 +51,9 @@ def test_what_tensor_ranks_of_a_decoder_hold_and_exchange(path: Path) -> None:
         for layer in profile.layers:
             whole = next(cost for cost in layer.costs if (cost.microbatch_size, cost.tensor) == (1, 1))
             part = next(cost for cost in layer.costs if (cost.microbatch_size, cost.tensor) == (1, size))
-            assert part.forward_s < whole.forward_s
             if not layer.name.startswith("model.layers.") or layer.name.endswith(".0"):
                 continue  # the first block may hold the embedding too
+            assert part.forward_s < 1.25 * whole.forward_s / size + 1e-3
             assert part.saved_bytes == pytest.approx(whole.saved_bytes / size, rel=0.1)
             assert part.collectives is not None
             sums = part.collectives.forward, part.collectives.backward_input
