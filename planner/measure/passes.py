@@ -43,6 +43,8 @@ class Pipeline:
         self.stages = [Stage(program, captured.module, defer=False) for program in self.programs]
         self._batch = batch
         self._key = RandomKey(0, 0, 0)
+        self.loss = 0.0
+        """Of the last pass through all stages."""
 
     def handed(self) -> list[Handed]:
         """What each stage is given, from one pass through all of them; gradients pile up as in any pass."""
@@ -94,8 +96,11 @@ class Pipeline:
             received = {boundary.name: made[boundary.name] for boundary in self.programs[number].receives}
             inputs, target = self._batch
             forward = partial(stage.forward, split=split)
-            made |= act(Letter.FORWARD, number, forward, 0, inputs, target, received, self._key).sent
-        del made, received
+            forwarded = act(Letter.FORWARD, number, forward, 0, inputs, target, received, self._key)
+            made |= forwarded.sent
+            if forwarded.loss is not None:
+                self.loss = float(forwarded.loss)
+        del made, received, forwarded
         gradients: dict[str, Tensor] = {}
         for number, stage in reversed(list(enumerate(self.stages))):
             given = self._gradients_for(number, gradients)

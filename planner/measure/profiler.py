@@ -63,6 +63,8 @@ class Measured:
     neighbours: int
     layerwise: bool
     """Layer by layer, without ever holding the model."""
+    loss: float | None = None
+    """Of the example batch; None where no pass went through the whole model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +137,7 @@ def measure_profile(
         tensor_left_out=found.tensor_left_out,
         neighbours=found.neighbours,
         layerwise=layerwise,
+        loss=whole[0].loss,
     )
 
 

@@ -59,13 +59,14 @@ class Timed:
 
     ``split_cost``: what I and then W take over a whole B, minus 1. ``entry_s``: what entering and leaving a stage costs
     in F + B. ``errors``: of the F + B of each foretold run that is not tiny, what its layers add up to over what it
-    took, minus 1.
+    took, minus 1. ``loss``: of the example batch; None where no pass went through the whole model.
     """
 
     layers: tuple[LayerSeconds, ...]
     split_cost: float
     entry_s: float
     errors: tuple[float, ...]
+    loss: float | None = None
 
 
 def time_layers(captures: Sequence[Capture], *, progress: Progress) -> tuple[Timed, ...]:
@@ -133,6 +134,11 @@ class Series:
                     found[letter].append(split[letter] if letter in _SPLIT else fused[letter])
         self._pipeline.drop_gradients(number)
         return found
+
+    @property
+    def loss(self) -> float:
+        """Of the last visit."""
+        return self._pipeline.loss
 
     def forget(self) -> None:
         """Drop what was timed so far."""
@@ -203,6 +209,7 @@ class _Subject:
             split_cost=whole.medians(*_SPLIT)[0] / whole.medians(Letter.BACKWARD)[0] - 1,
             entry_s=entry_seconds(self._alone.medians(*_WHOLE), fitted),
             errors=errors(both, [run for run in foretold if run.seconds >= SMALLEST_RUN * sum(both)]),
+            loss=whole.loss,
         )
 
     def _figures(self, letter: Letter) -> tuple[float, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ def document(
             "left_out": [{"microbatch_size": one.microbatch_size, "reason": one.reason} for one in measured.left_out],
             "tensor_left_out": {str(size): why for size, why in measured.tensor_left_out.items()},
             "busy_neighbours": measured.neighbours,
+            "loss": measured.loss if measured.loss is None or isfinite(measured.loss) else str(measured.loss),
             "difference": change and change._asdict(),
         }
     return found | {"profile": plain(profile)}
@@ -132,6 +134,8 @@ def _remarks(measured: Measured, change: Difference | None, earlier: Profile | N
             f"timed on one thread beside {measured.neighbours} busy neighbour{'s' * (measured.neighbours != 1)}: "
             "more processes than that slow each other further"
         )
+    if measured.loss is not None and not isfinite(measured.loss):
+        yield f"loss() gave {measured.loss} for the example batch: the times hold, but so the model does not train"
     for one in measured.left_out:
         yield f"micro-batch size {one.microbatch_size} is left out: {one.reason}"
     for size in sizes_of(profile):

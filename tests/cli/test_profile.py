@@ -104,6 +104,7 @@ def test_a_second_profile_says_how_far_it_is_from_the_first(known: Path, monkeyp
     assert document["difference"]["median"] >= 0
     assert document["difference"]["microbatch_size"] == 2
     assert document["busy_neighbours"] == 0
+    assert 0 < document["loss"] < 10
     assert document["profile"]["format"] == "pipeplan-profile/1"
     assert "links" not in document["profile"]
     assert [one["microbatch_size"] for one in document["accuracy"]] == [2]

@@ -16,6 +16,7 @@ from statistics import median
 
 import pytest
 import torch
+from rich.console import Console
 from support.sleep import write_sleep_model
 
 from planner.allocator import keep_freed_memory
@@ -31,6 +32,7 @@ from planner.measure.neighbours import busy_neighbours, wait_until_busy
 from planner.measure.optimizer import measure_optimizer
 from planner.measure.timing import FITTED, SMALLEST_RUN, Series, even_bounds
 from planner.profile import Profile, read_profile, write_profile
+from planner.report.profiled import document, report
 from planner.schedules import Letter
 from tests.capture.real_models import REAL_MODELS
 
@@ -321,6 +323,21 @@ def test_frozen_parameters_have_no_gradient(layerwise: bool, tmp_path: Path) -> 
     assert layers["3"].trainable_bytes == costs["3"].backward_weight_s == 0 < costs["3"].backward_input_s
     assert sum(layer.trainable_bytes for layer in layers.values()) == (4 * 64 * 2 + 2 * 64) * 4
     assert not any(tensor.grad for edge in profile.edges if edge.source in ("0", "1") for tensor in edge.tensors)
+
+
+def test_a_loss_that_is_no_number_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "lost.py"
+    path.write_text(
+        "import torch\n"
+        "def model(): return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))\n"
+        "def batch(size): return torch.randn(size, 8), torch.randn(size, 8)\n"
+        "def loss(output, target): return (output - target).mean() * float('nan')\n"
+    )
+    said: list[str] = []
+    measured = _measured(path, (2,))
+    report(Console(quiet=True), said.append, measured, None, None)
+    assert [line for line in said if line.startswith("loss() gave nan")]
+    assert document(path, measured.profile, measured)["loss"] == "nan"
 
 
 def test_saved_bytes_are_what_the_process_holds(captured: Capture) -> None:
