@@ -145,7 +145,12 @@ def test_show_lists_what_cannot_be_split(here: Path) -> None:
             "it is viewed as 3 x 6, and 3 does not divide by 2 (softmax runs over the split dimension)",
         ),
         ("nn.Linear(12, 16), nn.LayerNorm(16), nn.Linear(16, 12)", 2, 0.9, "layer_norm runs over the split dimension"),
-        ("nn.Unflatten(1, (3, 4)), nn.Conv1d(3, 3, 1), nn.Flatten()", 2, None, "conv1d has no rule that splits its weight"),
+        (
+            "nn.Unflatten(1, (3, 4)), nn.Conv1d(3, 3, 1), nn.Flatten()",
+            2,
+            None,
+            "conv1d has no rule that splits its weight",
+        ),
         ("nn.Linear(12, 12)", 13, None, "its 12 outputs are fewer than 13 ranks"),
     ],
 )
