@@ -22,7 +22,7 @@ from planner.graph import LayerGraph
 from planner.profile import Profile
 from planner.schedules import ScheduleName, shape_fault
 from planner.search import Asked, Found, solve
-from planner.simulate import Walk
+from planner.simulate import Job, Walk
 from planner.simulate.synthesise import synthesise
 
 
@@ -66,9 +66,21 @@ def suits(shape: Shape, name: ScheduleName) -> bool:
     return not fault or name is ScheduleName.SYNTHESISED
 
 
-def check_against_brute_force(seed: int, *, most_jobs: int, most_warmups: int) -> None:
+def sharded_by_hand(job: Job) -> Job:
+    """The same with its optimizer's state and step shared by the replicas (ZeRO-1)."""
+    return dataclasses.replace(
+        job,
+        zero1=True,
+        state_bytes_per_trainable_byte=job.state_bytes_per_trainable_byte / job.data,
+        step_s_per_trainable_byte=job.step_s_per_trainable_byte / job.data,
+    )
+
+
+def check_against_brute_force(seed: int, *, most_jobs: int, most_warmups: int, zero1: bool = False) -> None:
     rng = random.Random(seed)
     profile, asked = random_question(rng)
+    if zero1:
+        asked = dataclasses.replace(asked, gpus=max(2, asked.gpus), data=(2,), zero1=True)
     graph, limit = LayerGraph.of(profile), memory_limit(asked.cluster)
     every = [
         shape
@@ -92,7 +104,8 @@ def check_against_brute_force(seed: int, *, most_jobs: int, most_warmups: int) -
         assert bound_s <= best_s * (1 + 1e-9)
         assert found.proven == (found.left == 0)
         assert min(found.solved, found.pruned, found.left) >= 0
-    for shape, job in jobs(graph, every, rng, cluster=asked.cluster, recompute=asked.recompute, most=most_jobs):
+    for shape, plain in jobs(graph, every, rng, cluster=asked.cluster, recompute=asked.recompute, most=most_jobs):
+        job = sharded_by_hand(plain) if zero1 else plain
         walk = Walk(job)
         if least_s(walk) >= best_s or (limit is not None and least_bytes(job) > limit):
             continue
@@ -120,6 +133,11 @@ def test_nothing_is_faster_than_the_plan(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(1000, 2000))
 def test_nothing_is_faster_than_the_plan_at_length(seed: int) -> None:
     check_against_brute_force(seed, most_jobs=1500, most_warmups=150)
+
+
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 100))])
+def test_nothing_is_faster_where_replicas_share_the_optimizer(seed: int) -> None:
+    check_against_brute_force(5000 + seed, most_jobs=150, most_warmups=30, zero1=True)
 
 
 @pytest.mark.slow

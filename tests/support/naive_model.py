@@ -147,7 +147,7 @@ class Naive:
 
     def close(self) -> float:
         job = self.job
-        done = [0.0] * job.num_ranks
+        done, gathered = [0.0] * job.num_ranks, [0.0] * job.num_ranks
         for (stage, _, _), end in self.ends.items():
             done[job.stages[stage].rank] = max(done[job.stages[stage].rank], end)
         for rank in range(job.num_ranks):
@@ -176,7 +176,8 @@ class Naive:
                 if ring and size:
                     spent = 2 * (job.data - 1) * ring.latency_s
                     spent += 2 * (job.data - 1) / job.data * size / ring.bandwidth_bytes_per_s
-                clock = max(clock, ready) + spent
+                clock = max(clock, ready) + (spent / 2 if job.zero1 else spent)  # the other half: parameters gathered
+                gathered[rank] += spent / 2 if job.zero1 else 0.0
             done[rank] = max(done[rank], clock)
         for tie in sorted(job.ties, key=lambda tie: tie.name):
             path = [job.stages[stage].rank for stage in reversed(tie.stages)]
@@ -190,7 +191,8 @@ class Naive:
                     clock += link.latency_s + size / link.bandwidth_bytes_per_s
             for rank in path:
                 done[rank] = clock
-        return max(done[rank] + self.stepped(rank) * job.step_s_per_trainable_byte for rank in range(job.num_ranks))
+        steps = [self.stepped(rank) * job.step_s_per_trainable_byte for rank in range(job.num_ranks)]
+        return max(map(sum, zip(done, steps, gathered, strict=True)))
 
     def stepped(self, rank: int) -> int:
         return sum(stage.trainable_bytes for stage in self.job.stages if stage.rank == rank) - self.doubles(rank, True)
