@@ -29,8 +29,6 @@ BASE_ACTIONS: Final = 150_000
 ACTIONS: Final = 15_000
 """Simulated actions (about a microsecond each) that a search may take: the base, and so many times sqrt(layers · GPUs);
 then as many again to settle what is left, and to prove."""
-TOLD_S: Final = 0.1
-"""Seconds between two words on where a search stands; they change nothing in it."""
 CUT_ACTIONS: Final = 500
 """What making a cut ready to be timed takes, in simulated actions, and for each layer a few more."""
 
@@ -118,8 +116,6 @@ class Search:
         self.started = time.monotonic()
         self.asked: Final = asked
         self.watch: Final = watch
-        self.told = -math.inf
-        """When the search last said where it stands."""
         self.graph: Final = LayerGraph.of(profile)
         self.limit: Final = memory_limit(asked.cluster)
         self.configurations: Final = configurations(self.graph, asked)
@@ -143,12 +139,10 @@ class Search:
         if self.is_over():
             raise OutOfTimeError
 
-    def tell(self, left: Callable[[], int], bound_s: Callable[[], float]) -> None:
-        """Say where the search stands, now and then."""
-        now = time.monotonic()
-        if self.watch is None or now < self.told + TOLD_S:
+    def tell(self, left: Callable[[], int], bound_s: float) -> None:
+        """Say where the search stands."""
+        if self.watch is None:
             return
-        self.told = now
         solved = len(self.state.solved)
         self.watch(
             Progress(
@@ -156,7 +150,7 @@ class Search:
                 solved=solved,
                 pruned=len(self.configurations) - solved - left(),
                 best_s=self.state.best_s,
-                bound_s=bound_s(),
+                bound_s=bound_s,
             )
         )
 

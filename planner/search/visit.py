@@ -94,7 +94,6 @@ class Visit:
         heapq.heapify(waiting)
         promised: list[tuple[float, int, int]] = []
         while waiting or promised:
-            self._tell([*waiting, *promised], items)
             first = promised and (len(promised) >= PROMISED or not waiting or promised[0] < waiting[0])
             key, level, index = heapq.heappop(promised if first else waiting)
             item = items[index]
@@ -103,6 +102,7 @@ class Visit:
                 if level == 2:  # what only looks slower than the best stays open; others their bound rules out
                     state.open_items.append((bound, item))
                 continue
+            self._tell((key, level, index), (waiting, promised), items)
             if self._is_no_better_tie(bound, item.configuration):
                 continue
             if self.search.spent() > 0:
@@ -157,12 +157,17 @@ class Visit:
             theirs.virtual,
         )
 
-    def _tell(self, waiting: list[tuple[float, int, int]], items: list[Item]) -> None:
+    def _tell(
+        self, now: tuple[float, int, int], queues: tuple[list[tuple[float, int, int]], ...], items: list[Item]
+    ) -> None:
         self.search.pulse()
-        self.search.tell(
-            lambda: len({items[index].configuration for _, _, index in waiting} - self.search.state.solved),
-            lambda: min(waiting)[0],
-        )
+
+        def left() -> int:
+            waiting = itertools.chain((now,), *queues)
+            return len({items[index].configuration for _, _, index in waiting} - self.search.state.solved)
+
+        item = items[now[2]]
+        self.search.tell(left, self.search.bounds.known(item.configuration, fused=item.fused))
 
     def _look_at_cuts(self, item: Item) -> None:
         """Time a configuration's most promising cuts."""
