@@ -61,6 +61,9 @@ class ModelFile:
             raise self.fault("model", "returned a module without parameters", "there is nothing to train")
         if not any(parameter.requires_grad for parameter in made.parameters()):
             raise self.fault("model", "returned a module whose parameters are all frozen", "leave some to train")
+        for name, parameter in made.named_parameters():
+            if parameter._backward_hooks:  # it would never run: stages have leaves of their own
+                raise self.fault("model", f"put a hook on the gradient of {name}", "change gradients in the optimizer")
         return made.train()
 
     def batch(self, size: int) -> Batch:

@@ -103,6 +103,14 @@ WRONG = {
         ":3: model() returned a module without parameters",
         "nothing to train",
     ),
+    "a hook on a gradient": (
+        HEAD
+        + "def model():\n    made = nn.Linear(4, 4)\n    made.weight.register_hook(lambda g: g / 2)\n    return made\n"
+        + BATCH
+        + LOSS,
+        ":3: model() put a hook on the gradient of weight",
+        "optimizer",
+    ),
     "all frozen": (
         HEAD + "def model():\n    return nn.Linear(4, 4).requires_grad_(False)\n" + BATCH + LOSS,
         "all frozen",
