@@ -213,9 +213,16 @@ WHOLE = {
 
 
 FAST = {
-    *("in place", "uneven", "gate by chunk", "gate by slices", "whole tensor beside", "mean over the split"),
+    *("uneven", "gate by chunk", "gate by slices", "mean over the split"),
     *("dropout of what is turned", "fused attention", "fused keys and values", "attention with dropout"),
-    *("changed through views", "one head of keys", "attention by hand", "attention by einsum", "module called twice"),
+    *(
+        "a weight's halves read whole and in part",
+        "changed through views",
+        "one head of keys",
+        "attention by hand",
+        "attention by einsum",
+        "module called twice",
+    ),
     *("heads that do not divide", "a weight read in two ways"),
 }
 

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from planner.capture import capture
@@ -19,10 +19,10 @@ from tests.capture.test_random_models import model_file
 MICROBATCHES = 2
 
 
-@settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck))
-@given(seed=st.integers(0, 2**32 - 1))
-@example(seed=296)  # a weight in pieces, one read whole and one in part
-def test_random_models_split_over_ranks_are_whole_ones(seed: int) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [296])
+def test_a_random_model_split_over_ranks_is_a_whole_one(seed: int) -> None:
+    """296: a weight in pieces, one read whole and one in part."""
     check(seed)
 
 
