@@ -70,13 +70,14 @@ class SplitMatmul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> Any:
-        """I, which also queues W."""
+        """I, which also queues W; the bias's gradient is summed here, while the output's lies in the caches."""
         if gradient is None:
             return (None,) * 7
         x, weight = ctx.saved_tensors
         flat = x.reshape(-1, x.shape[-1]) if x.dim() > 2 else x
         factor = weight.t() if ctx.transposed else weight
         gradient = gradient.reshape(-1, factor.shape[1]) if x.dim() > 2 else gradient
+        of_bias = None if ctx.bias_shape is None else gradient.sum_to_size(ctx.bias_shape)
         of_x = None
         if ctx.needs_input_grad[0]:
             # torch's mm_mat1_backward: a column-major operand gets a column-major gradient
@@ -86,18 +87,18 @@ class SplitMatmul(torch.autograd.Function):
                 of_x = gradient.mm(factor.t())
             of_x = of_x.reshape(x.shape)
         column_major = factor.stride(0) == 1 and factor.stride(1) == factor.shape[0]
-        arguments = (gradient, flat, column_major, ctx.transposed, ctx.bias_shape)
+        arguments = (gradient, flat, column_major, ctx.transposed, of_bias)
         ctx.queue.items.append((ctx.leaves, _matmul_weight, arguments))
         return (of_x,) + (None,) * 6
 
 
 def _matmul_weight(
-    gradient: Tensor, flat: Tensor, column_major: bool, transposed: bool, bias_shape: torch.Size | None
+    gradient: Tensor, flat: Tensor, column_major: bool, transposed: bool, of_bias: Tensor | None
 ) -> Gradients:
-    """torch's mm_mat2_backward, and the sum that reduces a broadcast bias's gradient."""
+    """torch's mm_mat2_backward, and the bias's gradient, which I has summed."""
     of_factor = gradient.t().mm(flat).t() if column_major else flat.t().mm(gradient)
     of_weight = of_factor.t() if transposed else of_factor
-    return (of_weight,) if bias_shape is None else (of_weight, gradient.sum_to_size(bias_shape))
+    return (of_weight,) if of_bias is None else (of_weight, of_bias)
 
 
 class SplitConvolution(torch.autograd.Function):
