@@ -7,6 +7,7 @@
 
 sleep: layers that sleep for F, I and W each, one a stage; step over the simulated ideal (links free) of each one's own
 order of actions. Best and median over the steps of all rounds: others may use the machine too, so the best counts.
+bare: plain autograd and sockets in the same order, nothing else: what this machine leaves to be won. It has no I and W.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from support.sleep import write_sleep_model
 
 from planner.cluster import Cluster
 from planner.graph import Stage, Transfer
-from planner.schedules import Placement, Schedule, ScheduleName, build, parse_action, ranks_of
+from planner.schedules import Letter, Placement, Schedule, ScheduleName, build, format_order, parse_action, ranks_of
 from planner.simulate import simulate
 from planner.simulate.job import Job
 
@@ -47,6 +48,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 NAP_S = 0.02
 TORCH = Path(__file__).with_name("torch_pipelining.py")
+BARE = Path(__file__).with_name("bare.py")
 
 TRANSFORMER = """
 import torch
@@ -85,8 +87,11 @@ class Side:
         self.seconds: list[float] = []
         self.ideal_s = 0.0
 
-    def told(self, scale: float) -> tuple[str, str]:
-        """Best and median, over ``scale``."""
+    def told(self, *, over_ideal: bool) -> tuple[str, str]:
+        """Best and median, over the ideal or in milliseconds."""
+        if not self.seconds:
+            return "", ""
+        scale = self.ideal_s if over_ideal else 1e-3
         return f"{min(self.seconds) / scale:.4g}", f"{median(self.seconds) / scale:.4g}"
 
 
@@ -111,18 +116,19 @@ def _sides(given: argparse.Namespace, folder: Path) -> Table:
     ranks = 2 if given.what == "transformer" else given.ranks
     table = Table(title=f"{given.what}: P = {ranks}, M = {given.microbatches}", title_justify="left")
     unit = "over ideal" if given.what == "sleep" else "ms"
-    for column in ("schedule", f"ours {unit}, best", "median", f"torch's {unit}, best", "median"):
+    for column in ("schedule", f"ours {unit}, best", "median", "torch's, best", "median", "bare, best", "median"):
         table.add_column(column, justify="left" if column == "schedule" else "right")
     for title in given.schedules.split(","):
         shape = SHAPES[title]
         stages = ranks * shape.get("virtual", 1)
         path, cut = _model(given.what, folder, stages)
-        ours, theirs = Side(), Side()
+        ours, theirs, bare = sides = Side(), Side(), Side()
         for _ in range(given.rounds):
             _run_ours(path, cut, ours, shape, given, ranks)
             _run_torch(path, cut, theirs, title, given, ranks)
-        scales = (ours.ideal_s, theirs.ideal_s) if given.what == "sleep" else (1e-3, 1e-3)
-        table.add_row(title, *ours.told(scales[0]), *theirs.told(scales[1]))
+            if given.what != "transformer":
+                _run_bare(path, bare, shape, given, ranks)
+        table.add_row(title, *(word for side in sides for word in side.told(over_ideal=given.what == "sleep")))
     return table
 
 
@@ -170,6 +176,19 @@ def _run_torch(path: Path, cut: list[int], side: Side, title: str, given: argpar
     places = ranks_of(ranks, SHAPES[title].get("virtual", 1), SHAPES[title].get("placement", Placement.LOOP))
     order = tuple(tuple(map(parse_action, process["order"])) for process in told)
     side.ideal_s = ideal_s(order if order[0] else _order(SHAPES[title], ranks, given.microbatches), places)
+
+
+def _run_bare(path: Path, side: Side, shape: dict[str, Any], given: argparse.Namespace, ranks: int) -> None:
+    order = _order(shape, ranks, given.microbatches)
+    if any(action.letter in (Letter.BACKWARD_INPUT, Letter.BACKWARD_WEIGHT) for row in order for action in row):
+        return
+    places = ranks_of(ranks, shape.get("virtual", 1), Placement.LOOP)
+    words = [path, _num_steps(given), json.dumps(places), json.dumps([format_order(row) for row in order])]
+    told = subprocess.run([sys.executable, str(BARE), *map(str, words)], check=True, capture_output=True, timeout=600)
+    ends = [max(row) for row in zip(*json.loads(told.stdout), strict=True)]
+    warm = 10 if given.what == "zero" else 1
+    side.seconds += [after - before for before, after in list(pairwise(ends))[warm - 1 :]]
+    side.ideal_s = ideal_s(order, places)
 
 
 def _order(shape: dict[str, Any], ranks: int, microbatches: int) -> Schedule:
