@@ -308,6 +308,8 @@ class _Watch:
 
     def _stack_of(self, process: int, pid: int) -> str:
         """Where a process is in its Python code: it writes that down on a signal, even when it computes for ever."""
+        if not pid:
+            return ""  # it has not begun; a signal to 0 would go to this process and its whole group
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGUSR1)
         self._stop.wait(0.5)

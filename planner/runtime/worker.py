@@ -62,9 +62,9 @@ def main(job: RunJob) -> None:
     keep_freed_memory()
     board = Board(job.folder / "board", num_processes=local_size, num_steps=job.steps)
     writer = board.writer(local_rank)
-    writer.start(os.getpid())
     with (job.folder / f"stack{local_rank}").open("w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
+        writer.start(os.getpid())  # from here on the launcher may ask where this process is
         store: Store = TCPStore(
             os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timedelta(minutes=5)
         )
