@@ -62,7 +62,9 @@ class ModelFile:
         if not any(parameter.requires_grad for parameter in made.parameters()):
             raise self.fault("model", "returned a module whose parameters are all frozen", "leave some to train")
         for name, parameter in made.named_parameters():
-            if parameter._backward_hooks:  # it would never run: stages have leaves of their own
+            if (
+                parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+            ):  # it would never run: stages have leaves of their own
                 raise self.fault("model", f"put a hook on the gradient of {name}", "change gradients in the optimizer")
         return made.train()
 

@@ -1,8 +1,9 @@
 """What a model does while it is exported, module by module: which one runs, and what the graph would lose of it.
 
 Lost are backwards of custom autograd Functions (Python or C++), found by the nodes that they leave in the autograd
-graph, and numbers drawn from Python's or NumPy's generators, which a graph freezes, found by the generators' states.
-Both are looked for whenever a module is entered or left, and put down to the innermost one that is running.
+graph, and numbers drawn from Python's or NumPy's generators, which a graph freezes, found by the generators' states:
+both are looked for whenever a module is entered or left. Hooks on gradients are seen as they are put there. All is put
+down to the innermost module that is running.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator, Set
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from planner.capture.values import tensors_within
 
@@ -52,9 +53,17 @@ class Watch:
             handles.append(module.register_forward_pre_hook(self._entering(name), prepend=True, with_kwargs=True))
             handles.append(module.register_forward_hook(self._leaving(name)))
         self._drawn = _generators()
+        register = Tensor.register_hook
+
+        def noted(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
+            self.lost.setdefault(self._running[-1], "puts a hook on a gradient")
+            return register(tensor, hook)  # type: ignore[no-untyped-call]
+
+        Tensor.register_hook = noted  # type: ignore[method-assign]
         try:
             yield
         finally:
+            Tensor.register_hook = register  # type: ignore[method-assign]
             for handle in handles:
                 handle.remove()
 

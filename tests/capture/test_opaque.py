@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from planner.capture import Capture, RandomKey, Stage, capture, load_model_file
+from planner.capture import Capture, EagerReference, RandomKey, Stage, capture, load_model_file
 from planner.capture.export import opaque_call
 from planner.errors import RunError
 from tests.capture.captures import captured_at
@@ -40,6 +40,23 @@ class Net(nn.Module):
         seen = Seen()
         seen.tensors.append(x)
         return self.linear(self.inner(x, seen)) + seen.tensors[1]
+"""
+HOOKED = """
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+    def forward(self, x):
+        y = self.linear(x)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: 3 * gradient)
+        return y.tanh()
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.after = Inner(), nn.Linear(4, 4)
+    def forward(self, x):
+        return self.after(self.inner(x))
 """
 SIZED = """
 class Net(nn.Module):
@@ -100,6 +117,18 @@ def test_a_module_that_hides_tensors_is_taken_with_what_is_around_it(tmp_path: P
     whole = Pipeline(captured, even_cut(captured, 1)).step(batch, 2, actions=gpipe(1, 2))
     step = Pipeline(captured, even_cut(captured, 3)).step(batch, 2, actions=gpipe(3, 2))
     assert differences(whole, step) == []
+
+
+def test_a_hook_on_a_gradient_keeps_its_module_whole(tmp_path: Path) -> None:
+    captured = captured_text(tmp_path, HOOKED)
+    assert whole_modules(captured) == {"1.inner"}
+    batch = next(captured.model_file.data(2))
+    step = Pipeline(captured, even_cut(captured, 3)).step(batch, 1, actions=gpipe(3, 1))
+    eager = EagerReference(captured)
+    eager.step(batch, seed=0, step=0)
+    for name, parameter in eager.module.named_parameters():
+        assert parameter.grad is not None
+        assert torch.equal(step.gradients[name], parameter.grad), name
 
 
 def test_sizes_that_hang_on_values_fail_by_name(tmp_path: Path) -> None:
