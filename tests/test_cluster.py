@@ -116,7 +116,7 @@ def test_tensor_ranks_lie_within_a_node() -> None:
         ("!!python/object:os.system {}", "line 1 column 1: could not determine a constructor"),
         ("1: 2", "1: is no key of this format"),
         ("[" * 3000, "is nested too deep"),
-        ("gpus_per_node: " + "9" * 5000, "a whole number of 5000 characters"),
+        ("gpus_per_node: " + "9" * 5000, "line 1 column 16: a whole number of 5000 characters"),
     ],
 )
 def test_what_is_wrong_in_a_cluster_file_is_named(tmp_path: Path, text: str, said: str) -> None:
