@@ -1,7 +1,7 @@
 """Micro-batches through the stages of a cut in one process: the very stages that a run executes, action by action.
 
 all stages    F0 F1 ... FK-1   then   IK-1 WK-1 ... I0 W0   (split)   or   BK-1 ... B0   (fused)
-one, timed    Fk Ik Wk  Fk Bk  Fk Ik Wk  Fk Bk ...          what the others hand to it is kept
+one, timed    Fk  Fk Ik Wk  Fk Bk  Fk Ik Wk  Fk Bk ...      what the others hand to it is kept
 """
 
 from __future__ import annotations
@@ -61,23 +61,48 @@ class Pipeline:
         self.run(recorded, split=True)
         return [Handed(received[number], gradients[number]) for number in range(len(self.stages))]
 
-    def seconds(self, number: int, handed: Handed, clock: Clock, *, split: bool) -> dict[Letter, float]:
-        """Seconds of one stage's F and B, or F, I and W, of a micro-batch that is handed to it."""
+    def seconds(
+        self, number: int, handed: Handed, clock: Clock, *, rounds: int, under_way: int
+    ) -> dict[Letter, list[float]]:
+        """Seconds of one stage's F, and of its B, or I and W, by turns, on micro-batches that are handed to it.
+
+        F counts in the fused ones. ``under_way``: micro-batches that are, when a backward begins, its own counted.
+        """
         stage, (inputs, target) = self.stages[number], self._batch
-        given = dict(handed.gradients)
-        clock.start()
-        stage.forward(0, inputs, target, handed.received, self._key, split=split)
-        clock.mark()
-        if not split:
-            stage.backward(0, given, 1.0)
+        found: dict[Letter, list[float]] = {letter: [] for letter in Letter}
+
+        def forward(turn: int) -> None:
+            stage.forward(turn, inputs, target, handed.received, self._key, split=turn % 2 == 0)
+
+        def backward(turn: int) -> tuple[Letter, ...]:
+            given = dict(handed.gradients)
+            if turn % 2:
+                stage.backward(turn, given, 1.0)
+                clock.mark()
+                return (Letter.BACKWARD,)
+            stage.backward_input(turn, given, 1.0)
             clock.mark()
-            return dict(zip((Letter.FORWARD, Letter.BACKWARD), clock.seconds(), strict=True))
-        stage.backward_input(0, given, 1.0)
-        clock.mark()
-        stage.backward_weight(0)
-        clock.mark()
-        letters = (Letter.FORWARD, Letter.BACKWARD_INPUT, Letter.BACKWARD_WEIGHT)
-        return dict(zip(letters, clock.seconds(), strict=True))
+            stage.backward_weight(turn)
+            clock.mark()
+            return (Letter.BACKWARD_INPUT, Letter.BACKWARD_WEIGHT)
+
+        ahead, turns = under_way - 1, 2 * rounds
+        for turn in range(ahead):
+            forward(turn)
+        for turn in range(turns):
+            clock.start()
+            forward(turn + ahead)
+            clock.mark()
+            letters = backward(turn)
+            forward_s, *seconds = clock.seconds()
+            for letter, value in zip(letters, seconds, strict=True):
+                found[letter].append(value)
+            if (turn + ahead) % 2:
+                found[Letter.FORWARD].append(forward_s)
+        for turn in range(turns, turns + ahead):
+            clock.start()
+            backward(turn)
+        return found
 
     def drop_gradients(self, *numbers: int) -> None:
         """Free the gradients that piled up in some stages, or in all."""

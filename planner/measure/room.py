@@ -10,6 +10,8 @@ from planner.units import format_bytes
 
 OPTIMIZER_COPIES = 4
 """Trainable bytes that stepping the optimizer holds beside the weights: gradients, two of state (AdamW's), a copy."""
+MOST_UNDER_WAY = 8
+"""Micro-batches that a stage holds while it is timed."""
 
 
 def fits_whole(model_file: ModelFile, device: str, *, neighbours: int) -> bool:
@@ -24,6 +26,20 @@ def fits_whole(model_file: ModelFile, device: str, *, neighbours: int) -> bool:
     trained = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
     needed = weights + OPTIMIZER_COPIES * trained + neighbours * (weights + trained)
     return needed <= free_bytes(device)
+
+
+def micro_batches_under_way(captured: Capture, first: int, last: int) -> int:
+    """How many micro-batches layers ``first`` to ``last`` - 1 hold, as a stage, while they are timed.
+
+    As many as together hold what the whole model saves for one: about what the ranks of a pipeline hold, as 1F1B has P
+    micro-batches of a P-th of the model on its first. On a CPU that takes time: what F saved has left the caches when
+    its backward comes. One on a GPU, whose caches hold little of a micro-batch.
+    """
+    if captured.device.type != "cpu":
+        return 1
+    saved = [layer.saved_bytes for layer in captured.layers]
+    own = sum(saved[first:last])
+    return max(1, min(MOST_UNDER_WAY, sum(saved) // own if own else MOST_UNDER_WAY))
 
 
 def check_saved_fits(captured: Capture) -> None:

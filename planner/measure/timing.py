@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from statistics import median, quantiles
 
@@ -23,6 +22,7 @@ from planner.capture import Capture
 from planner.measure.calibrate import Run, calibrate, entry_seconds, errors
 from planner.measure.clock import Clock, clock_for
 from planner.measure.passes import Handed, Pipeline
+from planner.measure.room import micro_batches_under_way
 from planner.schedules import Letter
 
 FITTED = (1, 2, 4, 8)
@@ -113,6 +113,7 @@ class Series:
         self.bounds = bounds
         cut = [names[first:last] for first, last in pairwise(bounds)]
         self._pipeline = Pipeline(captured, cut, captured.batch)
+        self._under_way = [micro_batches_under_way(captured, *run) for run in pairwise(bounds)]
         self._clock: Clock = clock_for(captured.device)
         self._rows: dict[Letter, list[list[float]]] = {letter: [] for letter in Letter}
 
@@ -125,15 +126,10 @@ class Series:
 
     def _passes(self, number: int, handed: Handed) -> dict[Letter, list[float]]:
         """Seconds of one stage, pass after pass, as a rank runs it: with its own weights and code at hand alone."""
-        seconds = partial(self._pipeline.seconds, number, handed, self._clock)
-        found: dict[Letter, list[float]] = {letter: [] for letter in Letter}
-        for round_ in range(WARMING + PASSES):
-            split, fused = seconds(split=True), seconds(split=False)
-            if round_ >= WARMING:
-                for letter in Letter:
-                    found[letter].append(split[letter] if letter in _SPLIT else fused[letter])
+        rounds, under_way = WARMING + PASSES, self._under_way[number]
+        found = self._pipeline.seconds(number, handed, self._clock, rounds=rounds, under_way=under_way)
         self._pipeline.drop_gradients(number)
-        return found
+        return {letter: rows[WARMING:] for letter, rows in found.items()}
 
     @property
     def loss(self) -> float:
