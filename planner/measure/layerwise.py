@@ -193,10 +193,10 @@ class _Walk:
         )
         both = [f + b for f, b in zip(forward, backward, strict=True)]
         foretold = [run for run in self._runs(False, *whole) if run.seconds >= SMALLEST_RUN * sum(both)]
-        split = sum(one.medians(Letter.BACKWARD_INPUT, Letter.BACKWARD_WEIGHT) for one in self.layers)
+        split = sum(one.medians(Letter.FORWARD, Letter.BACKWARD_INPUT, Letter.BACKWARD_WEIGHT) for one in self.layers)
         return Timed(
             layers=layers,
-            split_cost=split / sum(one.medians(Letter.BACKWARD) for one in self.layers) - 1,
+            split_cost=split / sum(one.medians(*whole) for one in self.layers) - 1,
             entry_s=entry_seconds([one.medians(*whole) for one in self.layers], self._runs(True, *whole)),
             errors=errors(both, foretold),
         )

@@ -16,6 +16,11 @@ from planner.capture import Batch, Capture, RandomKey, Stage, StageProgram
 from planner.measure.clock import Clock
 from planner.schedules import Letter
 
+SPLIT_FORWARD = "F before I"
+"""A forward whose backward is I and W: it takes what Python adds at every op that is split."""
+TIMED = (*Letter, SPLIT_FORWARD)
+"""What is told apart."""
+
 
 class Act(Protocol):
     """Runs one action of a stage, in the way it is measured."""
@@ -63,13 +68,14 @@ class Pipeline:
 
     def seconds(
         self, number: int, handed: Handed, clock: Clock, *, rounds: int, under_way: int
-    ) -> dict[Letter, list[float]]:
+    ) -> dict[str, list[float]]:
         """Seconds of one stage's F, and of its B, or I and W, by turns, on micro-batches that are handed to it.
 
-        F counts in the fused ones. ``under_way``: micro-batches that are, when a backward begins, its own counted.
+        F is that of the fused ones; SPLIT_FORWARD stands for the others'. ``under_way``: micro-batches that are, when a
+        backward begins, its own counted.
         """
         stage, (inputs, target) = self.stages[number], self._batch
-        found: dict[Letter, list[float]] = {letter: [] for letter in Letter}
+        found: dict[str, list[float]] = {letter: [] for letter in TIMED}
 
         def forward(turn: int) -> None:
             stage.forward(turn, inputs, target, handed.received, self._key, split=turn % 2 == 0)
@@ -97,8 +103,7 @@ class Pipeline:
             forward_s, *seconds = clock.seconds()
             for letter, value in zip(letters, seconds, strict=True):
                 found[letter].append(value)
-            if (turn + ahead) % 2:
-                found[Letter.FORWARD].append(forward_s)
+            found[Letter.FORWARD if (turn + ahead) % 2 else SPLIT_FORWARD].append(forward_s)
         for turn in range(turns, turns + ahead):
             clock.start()
             backward(turn)

@@ -56,7 +56,7 @@ class Measured:
     entry_s: tuple[float, ...]
     """What entering and leaving a stage costs in F + B, at each micro-batch size."""
     split_cost: tuple[float, ...]
-    """What I and then W take over a whole B, minus 1, at each micro-batch size."""
+    """What F, I and W take over F and a whole B, minus 1, at each micro-batch size: what the profile cannot hold."""
     left_out: tuple[LeftOut, ...]
     tensor_left_out: dict[int, str]
     """Tensor sizes at which nothing can be split, and why."""

@@ -21,7 +21,7 @@ from statistics import median, quantiles
 from planner.capture import Capture
 from planner.measure.calibrate import Run, calibrate, entry_seconds, errors
 from planner.measure.clock import Clock, clock_for
-from planner.measure.passes import Handed, Pipeline
+from planner.measure.passes import SPLIT_FORWARD, TIMED, Handed, Pipeline
 from planner.measure.room import micro_batches_under_way
 from planner.schedules import Letter
 
@@ -57,9 +57,9 @@ class LayerSeconds:
 class Timed:
     """All layers at one micro-batch size.
 
-    ``split_cost``: what I and then W take over a whole B, minus 1. ``entry_s``: what entering and leaving a stage costs
-    in F + B. ``errors``: of the F + B of each foretold run that is not tiny, what its layers add up to over what it
-    took, minus 1. ``loss``: of the example batch; None where no pass went through the whole model.
+    ``split_cost``: what F, I and W take over F and a whole B, minus 1. ``entry_s``: what entering and leaving a stage
+    costs in F + B. ``errors``: of the F + B of each foretold run that is not tiny, what its layers add up to over what
+    it took, minus 1. ``loss``: of the example batch; None where no pass went through the whole model.
     """
 
     layers: tuple[LayerSeconds, ...]
@@ -115,7 +115,7 @@ class Series:
         self._pipeline = Pipeline(captured, cut, captured.batch)
         self._under_way = [micro_batches_under_way(captured, *run) for run in pairwise(bounds)]
         self._clock: Clock = clock_for(captured.device)
-        self._rows: dict[Letter, list[list[float]]] = {letter: [] for letter in Letter}
+        self._rows: dict[str, list[list[float]]] = {letter: [] for letter in TIMED}
 
     def visit(self) -> None:
         """Passes of one stage after another, split and fused by turns; F counts in the fused ones."""
@@ -124,7 +124,7 @@ class Series:
         for letter, rows in self._rows.items():
             rows += map(list, zip(*(passes[letter] for passes in found), strict=True))
 
-    def _passes(self, number: int, handed: Handed) -> dict[Letter, list[float]]:
+    def _passes(self, number: int, handed: Handed) -> dict[str, list[float]]:
         """Seconds of one stage, pass after pass, as a rank runs it: with its own weights and code at hand alone."""
         rounds, under_way = WARMING + PASSES, self._under_way[number]
         found = self._pipeline.seconds(number, handed, self._clock, rounds=rounds, under_way=under_way)
@@ -141,14 +141,14 @@ class Series:
         for rows in self._rows.values():
             rows.clear()
 
-    def medians(self, *letters: Letter) -> list[float]:
+    def medians(self, *letters: str) -> list[float]:
         """The sum of the median seconds of some letters, stage by stage."""
         return [sum(median(column) for column in columns) for columns in zip(*map(self._columns, letters), strict=True)]
 
-    def _columns(self, letter: Letter) -> list[tuple[float, ...]]:
+    def _columns(self, letter: str) -> list[tuple[float, ...]]:
         return list(zip(*self._rows[letter], strict=True))
 
-    def runs(self, *letters: Letter) -> list[Run]:
+    def runs(self, *letters: str) -> list[Run]:
         """The stages as runs of layers, with the sum of their median seconds."""
         return [
             Run(first, last, seconds)
@@ -202,7 +202,7 @@ class _Subject:
         foretold = [run for series in self._foretold for run in series.runs(*_WHOLE)]
         return Timed(
             layers=layers,
-            split_cost=whole.medians(*_SPLIT)[0] / whole.medians(Letter.BACKWARD)[0] - 1,
+            split_cost=whole.medians(SPLIT_FORWARD, *_SPLIT)[0] / whole.medians(*_WHOLE)[0] - 1,
             entry_s=entry_seconds(self._alone.medians(*_WHOLE), fitted),
             errors=errors(both, [run for run in foretold if run.seconds >= SMALLEST_RUN * sum(both)]),
             loss=whole.loss,

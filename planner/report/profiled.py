@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from planner.measure import Difference, Measured
 
 
+WORTH_SAYING = 0.03
+"""From so much of F + B on it is said what splitting a backward costs."""
+
+
 def document(
     path: Path, profile: Profile, measured: Measured | None = None, change: Difference | None = None
 ) -> dict[str, Any]:
@@ -147,6 +151,13 @@ def _remarks(measured: Measured, change: Difference | None, earlier: Profile | N
     for size, why in measured.tensor_left_out.items():
         yield f"tensor size {size} is left out: {why}"
     sizes = [cost.microbatch_size for cost in profile.layers[0].costs if cost.tensor == 1]
+    dearest = max(measured.split_cost, default=0.0)
+    if dearest > WORTH_SAYING:
+        size = sizes[measured.split_cost.index(dearest)]
+        yield (
+            f"a backward split into I and W takes {dearest:.0%} longer here than F and B (micro-batch size {size}), "
+            "which plans do not count: where a zero-bubble order wins by less, --schedule 1f1b is faster"
+        )
     entry_s = dict(zip(sizes, measured.entry_s, strict=True))
     for accuracy in profile.accuracy or ():
         if accuracy.median_error > 0.05:
