@@ -18,6 +18,32 @@ def _transformers(kind: str, config: str, batch: str = CAUSAL) -> str:
     return f"{HEAD}import transformers\n\ndef model():\n    return transformers.{kind}(transformers.{config})\n{batch}"
 
 
+def _experts(forward: str) -> str:
+    """Blocks of experts that all tokens go through; ``forward``: what a block makes of ``x``, line by line."""
+    return f"""{HEAD}
+class Moe(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(32, 4)
+        self.w1 = nn.Parameter(torch.randn(4, 32, 64) * .1)
+        self.w2 = nn.Parameter(torch.randn(4, 64, 32) * .1)
+    def forward(self, x):
+{forward}class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(8, 32)
+        self.blocks = nn.ModuleList(Moe() for _ in range(2))
+        self.head = nn.Linear(32, 5)
+    def forward(self, x):
+        x = self.embed(x)
+        for b in self.blocks: x = b(x)
+        return self.head(x)
+def model(): return Net()
+def batch(size): return torch.randn(size, 12, 8), torch.randn(size, 12, 5)
+def loss(output, target): return F.mse_loss(output, target)
+"""
+
+
 SIZES = (
     "vocab_size=98, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, "
     "max_position_embeddings=32, use_cache=False"
@@ -197,61 +223,19 @@ def model(): return Net()
 def batch(size): return torch.randint(98, (size, 12)), torch.randint(98, (size, 12))
 def loss(output, target): return F.cross_entropy(output.flatten(0,1), target.flatten())
 """,
-    "moe_dense": HEAD
-    + """
-class Moe(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate = nn.Linear(32, 4)
-        self.w1 = nn.Parameter(torch.randn(4, 32, 64) * .1)
-        self.w2 = nn.Parameter(torch.randn(4, 64, 32) * .1)
-    def forward(self, x):
+    "moe_dense": _experts("""\
         p = self.gate(x).softmax(-1)
         h = torch.einsum("bld,edf->belf", x, self.w1)
         y = torch.einsum("belf,efd->beld", F.gelu(h), self.w2)
         return x + torch.einsum("beld,ble->bld", y, p)
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Linear(8, 32)
-        self.blocks = nn.ModuleList(Moe() for _ in range(2))
-        self.head = nn.Linear(32, 5)
-    def forward(self, x):
-        x = self.embed(x)
-        for b in self.blocks: x = b(x)
-        return self.head(x)
-def model(): return Net()
-def batch(size): return torch.randn(size, 12, 8), torch.randn(size, 12, 5)
-def loss(output, target): return F.mse_loss(output, target)
-""",
-    "moe_bmm": HEAD
-    + """
-class Moe(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate = nn.Linear(32, 4)
-        self.w1 = nn.Parameter(torch.randn(4, 32, 64) * .1)
-        self.w2 = nn.Parameter(torch.randn(4, 64, 32) * .1)
-    def forward(self, x):
+"""),
+    "moe_bmm": _experts("""\
         flat = x.reshape(-1, 32)
         p = self.gate(flat).softmax(-1)
         h = torch.bmm(flat.expand(4, -1, -1), self.w1)
         y = torch.bmm(F.gelu(h), self.w2)
         return x + (y * p.t()[..., None]).sum(0).view_as(x)
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Linear(8, 32)
-        self.blocks = nn.ModuleList(Moe() for _ in range(2))
-        self.head = nn.Linear(32, 5)
-    def forward(self, x):
-        x = self.embed(x)
-        for b in self.blocks: x = b(x)
-        return self.head(x)
-def model(): return Net()
-def batch(size): return torch.randn(size, 12, 8), torch.randn(size, 12, 5)
-def loss(output, target): return F.mse_loss(output, target)
-""",
+"""),
     "mixer": HEAD
     + """
 class Block(nn.Module):
