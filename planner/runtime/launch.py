@@ -11,6 +11,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -37,7 +38,6 @@ POLL_S = 0.1
 SILENT_S = 2.0
 """A process that has been gone so long, and of which the launcher reports no failure, ended with code 0."""
 TELL_S = 5.0
-_TRIES = 3
 START_FACTOR = 10
 """Starting may take this many time-outs: capturing a large model shows no progress for long."""
 
@@ -75,7 +75,7 @@ def launch(
     """
     num_local = job.num_processes // nodes.count
     board = Board(job.folder / "board", num_processes=num_local, num_steps=job.steps)
-    server = _store(nodes)
+    server = meet(nodes)
     store = PrefixStore(STORE_PREFIX, server)
     watch = _Watch(job, nodes, board, server, timeout_s=timeout_s, listener=listener)
     with _quiet_elastic(), watch:
@@ -107,7 +107,7 @@ def _run(job: RunJob, nodes: Nodes, num_local: int, port: int, watch: _Watch) ->
         signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",  # Ctrl-C is Python's own KeyboardInterrupt
     )
     try:
-        _launch_elastic(config, job, tries=_TRIES if nodes.count == 1 else 1)
+        elastic_launch(config, main)(job)
     except ChildFailedError as error:
         return watch.first_failure(error)
     except SignalException as error:
@@ -119,27 +119,24 @@ def _run(job: RunJob, nodes: Nodes, num_local: int, port: int, watch: _Watch) ->
     return None
 
 
-def _launch_elastic(config: LaunchConfig, job: RunJob, *, tries: int) -> None:
-    """Start the processes, once more where another program took the port that the launcher had found free."""
-    try:
-        elastic_launch(config, main)(job)
-    except RuntimeError as error:
-        if tries == 1 or "EADDRINUSE" not in str(error):
-            raise
-        _launch_elastic(config, job, tries=tries - 1)
+def meet(nodes: Nodes) -> TCPStore:
+    """The store that the launcher shares (multi_tenant): it finds this process's server by its port.
 
-
-def _store(nodes: Nodes) -> TCPStore:
+    A free port is taken here and handed over: torch, given port 0, leaves a former server's entry in its table where
+    the port comes round again, and the launcher would then start a second server on it (EADDRINUSE).
+    """
     try:
+        listening = socket.create_server((nodes.host, 0)) if not nodes.port else None
         return TCPStore(
             nodes.host,
-            nodes.port,
+            nodes.port if listening is None else listening.getsockname()[1],
             is_master=nodes.rank == 0,
             wait_for_workers=False,
             multi_tenant=True,
             timeout=timedelta(minutes=10),
+            master_listen_fd=None if listening is None else listening.detach(),
         )
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, OSError) as error:
         words = str(error).splitlines()[0]
         raise RunError(
             f"node {nodes.rank} cannot meet the others at {nodes.host}:{nodes.port} ({words})",

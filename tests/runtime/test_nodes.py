@@ -12,11 +12,15 @@ from pathlib import Path
 
 import pytest
 from support.runs import EVERYTHING, plan_of, run
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from planner.plan import write_plan
+from planner.runtime.launch import Nodes, meet
 
 ADDRESSES = ("10.231.77.1", "10.231.77.2")
 PATIENCE_S = 240
+MEETINGS = 150
+"""A port that torch picked comes round again after 20 to 60 of them."""
 
 
 def _ip(*words: str) -> None:
@@ -75,3 +79,13 @@ def test_two_launchers_that_share_nothing_but_a_cable(namespaces: list[str], tmp
     assert second == ""
     assert "node 0 tells the result" in words
     assert json.loads(first)["weights_sha256"] == run(plan, tmp_path, steps=3).result.weights_sha256
+
+
+@pytest.mark.slow
+def test_the_launcher_finds_the_store_of_every_run_of_one_process() -> None:
+    for _ in range(MEETINGS):
+        store = meet(Nodes())
+        launchers = TCPStore("127.0.0.1", store.port, is_master=True, wait_for_workers=False, multi_tenant=True)
+        launchers.set("key", "value")
+        assert store.get("key") == b"value"
+        del launchers, store
