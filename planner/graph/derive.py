@@ -53,6 +53,7 @@ def derive_stages(
                 forward_s=sum(row.forward_s for row in rows),
                 backward_input_s=sum(row.backward_input_s for row in rows),
                 backward_weight_s=sum(row.backward_weight_s for row in rows),
+                split_s=sum(row.split_s for row in rows) or None,
                 parameter_bytes=sum(row.parameter_bytes for row in rows) - twice,
                 trainable_bytes=sum(row.trainable_bytes for row in rows) - twice_trainable,
                 buffer_bytes=sum(row.buffer_bytes for row in rows),

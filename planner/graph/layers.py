@@ -52,6 +52,7 @@ class LayerCost(NamedTuple):
     forward_s: float
     backward_input_s: float
     backward_weight_s: float
+    split_s: float
     saved_bytes: int
     saved_for_weight_bytes: int
     workspace_bytes: int
@@ -166,6 +167,7 @@ def _row_cost(layer: Layer, row: Cost, link: Link | None) -> LayerCost:
         forward_s,
         backward_input_s,
         row.backward_weight_s,
+        row.split_s or 0.0,
         row.saved_bytes,
         row.saved_for_weight_bytes,
         row.workspace_bytes,

@@ -17,9 +17,10 @@ class Transfer:
 class Stage:
     """One stage at a plan's micro-batch size and tensor-parallel size.
 
-    Times already contain the tensor group's collectives. ``sends``: activations, after F, nearest reader first;
-    ``returns``: gradients, after B or I, highest stage first. ``input_bytes``: what a recomputing stage keeps;
-    ``workspace_bytes``: that of its largest layer. Each parameter counts once, tied ones too.
+    Times already contain the tensor group's collectives. ``split_s``: what splitting its backward adds to I. ``sends``:
+    activations, after F, nearest reader first; ``returns``: gradients, after B or I, highest stage first.
+    ``input_bytes``: what a recomputing stage keeps; ``workspace_bytes``: that of its largest layer. Each parameter
+    counts once, tied ones too.
     """
 
     stage: Index
@@ -29,6 +30,7 @@ class Stage:
     forward_s: Seconds
     backward_input_s: Seconds
     backward_weight_s: Seconds
+    split_s: Seconds | None = None
     parameter_bytes: Bytes
     trainable_bytes: Bytes
     buffer_bytes: Bytes

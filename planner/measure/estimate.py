@@ -76,7 +76,6 @@ def estimate_profile(model_file: ModelFile, asked: Asked, *, folder: Path, progr
     return Measured(
         profile=profile,
         entry_s=nothing,
-        split_cost=nothing,
         left_out=(),
         tensor_left_out=parts.left_out,
         neighbours=0,
@@ -95,7 +94,7 @@ def estimate_layers(captured: Capture, roof: Roof) -> tuple[Timed, tuple[HeldByt
         if key not in known:
             known[key] = _estimated(captured, program, roof, layer.saved_bytes + saved)
         found.append(known[key])
-    timed = Timed(layers=tuple(one for one, _ in found), split_cost=0.0, entry_s=0.0, errors=())
+    timed = Timed(layers=tuple(one for one, _ in found), entry_s=0.0, errors=())
     return timed, tuple(held for _, held in found)
 
 
@@ -147,6 +146,7 @@ def _seconds(
         forward=forward_s,
         backward_input=backward_s * by_input / whole,
         backward_weight=backward_s * by_weight / whole,
+        split=0.0,
         spread=0.0,
     )
 

@@ -28,7 +28,8 @@ from planner.capture.weightless import Fakes
 from planner.measure.calibrate import Run, calibrate, entry_seconds, errors
 from planner.measure.clock import Clock, clock_for
 from planner.measure.held import HeldBytes, fill_gradients, held_by, saved_inputs
-from planner.measure.timing import SMALLEST_RUN, LayerSeconds, Progress, Timed, no_collector
+from planner.measure.passes import SPLIT_FORWARD, TIMED
+from planner.measure.timing import SMALLEST_RUN, Progress, Timed, layer_seconds, no_collector
 from planner.schedules import Letter
 
 BUDGET_S = 20.0
@@ -39,7 +40,7 @@ SMALL_BYTES = 64 * 2**20
 OPTIMIZER_BYTES = 256 * 2**20
 """The optimizer is timed on no more parameters than this (one at least)."""
 
-_Rows = dict[Letter, list[float]]
+_Rows = dict[str, list[float]]
 
 
 class TooLargeError(Exception):
@@ -78,7 +79,7 @@ class _Probed:
     held: HeldBytes
     sent: tuple[Tensor, ...]
 
-    def medians(self, *letters: Letter) -> float:
+    def medians(self, *letters: str) -> float:
         return sum(median(self.rows[letter]) for letter in letters)
 
 
@@ -179,32 +180,19 @@ class _Walk:
     def timed(self) -> Timed:
         """As where the model fits; ``errors`` holds nothing where no run of layers could be timed."""
         whole = (Letter.FORWARD, Letter.BACKWARD)
-        forward, backward, by_input, by_weight = (
-            self._figures(letter) for letter in (*whole, Letter.BACKWARD_INPUT, Letter.BACKWARD_WEIGHT)
-        )
-        layers = tuple(
-            LayerSeconds(
-                forward=f,
-                backward_input=b * i / (i + w or 1),
-                backward_weight=b * w / (i + w or 1),
-                spread=_spread(one),
-            )
-            for f, b, i, w, one in zip(forward, backward, by_input, by_weight, self.layers, strict=True)
-        )
-        both = [f + b for f, b in zip(forward, backward, strict=True)]
+        layers = layer_seconds(self._figures, [_spread(one) for one in self.layers])
+        both = [one.forward + one.backward_input + one.backward_weight for one in layers]
         foretold = [run for run in self._runs(False, *whole) if run.seconds >= SMALLEST_RUN * sum(both)]
-        split = sum(one.medians(Letter.FORWARD, Letter.BACKWARD_INPUT, Letter.BACKWARD_WEIGHT) for one in self.layers)
         return Timed(
             layers=layers,
-            split_cost=split / sum(one.medians(*whole) for one in self.layers) - 1,
             entry_s=entry_seconds([one.medians(*whole) for one in self.layers], self._runs(True, *whole)),
             errors=errors(both, foretold),
         )
 
-    def _figures(self, letter: Letter) -> tuple[float, ...]:
-        return calibrate([one.medians(letter) for one in self.layers], self._runs(True, letter))
+    def _figures(self, *letters: str) -> tuple[float, ...]:
+        return calibrate([one.medians(*letters) for one in self.layers], self._runs(True, *letters))
 
-    def _runs(self, fitted: bool, *letters: Letter) -> list[Run]:
+    def _runs(self, fitted: bool, *letters: str) -> list[Run]:
         return [Run(first, last, one.medians(*letters)) for first, last, one in self.runs[fitted]]
 
 
@@ -219,12 +207,12 @@ class _Bench:
         self._sent: dict[str, Tensor] = {}
 
     def passes(self) -> tuple[_Rows, tuple[Tensor, ...]]:
-        """Seconds by letter, and what the stage sends. F counts in the fused passes."""
-        rows: _Rows = {letter: [] for letter in Letter}
+        """Seconds of what is told apart, and what the stage sends."""
+        rows: _Rows = {letter: [] for letter in TIMED}
         passes, number = MOST_PASSES, 0
         while number < passes:
             split, fused = self._pass(split=True), self._pass(split=False)
-            for letter, seconds in (*list(split.items())[1:], *fused.items()):
+            for letter, seconds in (*split.items(), *fused.items()):
                 rows[letter].append(seconds)
             number += 1
             if number == 1:
@@ -232,7 +220,7 @@ class _Bench:
                 passes = max(FEWEST_PASSES, min(MOST_PASSES, int(BUDGET_S / (one_s or 1))))
         return rows, tuple(self._sent[boundary.name] for boundary in self._stage.program.sends)
 
-    def _pass(self, *, split: bool) -> dict[Letter, float]:
+    def _pass(self, *, split: bool) -> dict[str, float]:
         inputs, target = self._batch
         given = dict(self._gradients)
         self._clock.start()
@@ -247,7 +235,7 @@ class _Bench:
         self._clock.mark()
         self._sent = forwarded.sent
         letters = (
-            (Letter.FORWARD, Letter.BACKWARD_INPUT, Letter.BACKWARD_WEIGHT)
+            (SPLIT_FORWARD, Letter.BACKWARD_INPUT, Letter.BACKWARD_WEIGHT)
             if split
             else (Letter.FORWARD, Letter.BACKWARD)
         )

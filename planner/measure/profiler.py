@@ -55,8 +55,6 @@ class Measured:
     profile: Profile
     entry_s: tuple[float, ...]
     """What entering and leaving a stage costs in F + B, at each micro-batch size."""
-    split_cost: tuple[float, ...]
-    """What F, I and W take over F and a whole B, minus 1, at each micro-batch size: what the profile cannot hold."""
     left_out: tuple[LeftOut, ...]
     tensor_left_out: dict[int, str]
     """Tensor sizes at which nothing can be split, and why."""
@@ -132,7 +130,6 @@ def measure_profile(
     return Measured(
         profile=profile,
         entry_s=tuple(one.entry_s for one in whole),
-        split_cost=tuple(one.split_cost for one in whole),
         left_out=tuple(found.left_out),
         tensor_left_out=found.tensor_left_out,
         neighbours=found.neighbours,
@@ -351,17 +348,18 @@ def profiled_layers(
 def _cost(captured: Capture, timed: Timed, held: HeldBytes, index: int, *, with_spread: bool) -> Cost:
     seconds, layer = timed.layers[index], captured.layers[index]
     is_part = captured.sharding is not None
-    by_input, by_weight = seconds.backward_input, seconds.backward_weight
+    by_input, by_weight, split = seconds.backward_input, seconds.backward_weight, seconds.split
     if not layer.trainable_bytes:  # frozen: what was timed as W is the cost of asking
         by_input, by_weight = by_input + by_weight, 0.0
     if not has_backward(captured, index):
-        by_input = 0.0
+        by_input = split = 0.0
     return Cost(
         microbatch_size=captured.microbatch_size,
         tensor=tensor_size(captured),
         forward_s=seconds.forward,
         backward_input_s=by_input,
         backward_weight_s=by_weight,
+        split_s=split or None,
         saved_bytes=layer.saved_bytes,
         saved_for_weight_bytes=held.saved_for_weight,
         workspace_bytes=held.workspace,

@@ -45,11 +45,15 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSeconds:
-    """One layer; ``spread``: interquartile range of F + I + W alone over their median."""
+    """One layer; ``spread``: interquartile range of F + B alone over its median.
+
+    I and W make up a whole B; ``split``: what F, I and W last longer than F and B.
+    """
 
     forward: float
     backward_input: float
     backward_weight: float
+    split: float
     spread: float
 
 
@@ -57,13 +61,12 @@ class LayerSeconds:
 class Timed:
     """All layers at one micro-batch size.
 
-    ``split_cost``: what F, I and W take over F and a whole B, minus 1. ``entry_s``: what entering and leaving a stage
-    costs in F + B. ``errors``: of the F + B of each foretold run that is not tiny, what its layers add up to over what
-    it took, minus 1. ``loss``: of the example batch; None where no pass went through the whole model.
+    ``entry_s``: what entering and leaving a stage costs in F + B. ``errors``: of the F + B of each foretold run that is
+    not tiny, what its layers add up to over what it took, minus 1. ``loss``: of the example batch; None where no pass
+    went through the whole model.
     """
 
     layers: tuple[LayerSeconds, ...]
-    split_cost: float
     entry_s: float
     errors: tuple[float, ...]
     loss: float | None = None
@@ -102,7 +105,30 @@ def no_collector() -> Iterator[None]:
 
 
 _WHOLE = (Letter.FORWARD, Letter.BACKWARD)
-_SPLIT = (Letter.BACKWARD_INPUT, Letter.BACKWARD_WEIGHT)
+_SPLIT = (SPLIT_FORWARD, Letter.BACKWARD_INPUT, Letter.BACKWARD_WEIGHT)
+Figures = Callable[..., tuple[float, ...]]
+"""Seconds of every layer, of some letters in sum."""
+
+
+def layer_seconds(figures: Figures, spreads: Sequence[float]) -> tuple[LayerSeconds, ...]:
+    """All layers' figures; I and W are those of the split backward, scaled so that they make up a whole B.
+
+    What splitting costs over all layers is shared out as far as each shows it: alone it is mostly noise.
+    """
+    forward, backward, *halves = (figures(letter) for letter in (*_WHOLE, *_SPLIT[1:]))
+    over = [split - f - b for split, f, b in zip(figures(*_SPLIT), forward, backward, strict=True)]
+    shown = sum(max(0.0, one) for one in over)
+    share = max(0.0, sum(over)) / shown if shown else 0.0
+    return tuple(
+        LayerSeconds(
+            forward=f,
+            backward_input=b * i / (i + w or 1),
+            backward_weight=b * w / (i + w or 1),
+            split=max(0.0, more) * share,
+            spread=spread,
+        )
+        for f, b, i, w, more, spread in zip(forward, backward, *halves, over, spreads, strict=True)
+    )
 
 
 class Series:
@@ -188,29 +214,21 @@ class _Subject:
             series.visit()
 
     def timed(self) -> Timed:
-        """All figures; I and W are those of the split backward, scaled so that they make up a whole B."""
-        forward, backward, by_input, by_weight = (self._figures(letter) for letter in (*_WHOLE, *_SPLIT))
-        layers = tuple(
-            LayerSeconds(
-                forward=f, backward_input=b * i / (i + w or 1), backward_weight=b * w / (i + w or 1), spread=spread
-            )
-            for f, b, i, w, spread in zip(forward, backward, by_input, by_weight, self._alone.spreads(), strict=True)
-        )
-        whole = self._fitted[0]
-        both = [f + b for f, b in zip(forward, backward, strict=True)]
+        """All figures."""
+        layers = layer_seconds(self._figures, self._alone.spreads())
+        both = [one.forward + one.backward_input + one.backward_weight for one in layers]
         fitted = [run for series in self._fitted for run in series.runs(*_WHOLE)]
         foretold = [run for series in self._foretold for run in series.runs(*_WHOLE)]
         return Timed(
             layers=layers,
-            split_cost=whole.medians(SPLIT_FORWARD, *_SPLIT)[0] / whole.medians(*_WHOLE)[0] - 1,
             entry_s=entry_seconds(self._alone.medians(*_WHOLE), fitted),
             errors=errors(both, [run for run in foretold if run.seconds >= SMALLEST_RUN * sum(both)]),
-            loss=whole.loss,
+            loss=self._fitted[0].loss,
         )
 
-    def _figures(self, letter: Letter) -> tuple[float, ...]:
-        runs = [run for series in self._fitted for run in series.runs(letter)]
-        return calibrate(self._alone.medians(letter), runs)
+    def _figures(self, *letters: str) -> tuple[float, ...]:
+        runs = [run for series in self._fitted for run in series.runs(*letters)]
+        return calibrate(self._alone.medians(*letters), runs)
 
 
 def _distinct(load: Sequence[float], counts: Sequence[int]) -> list[list[int]]:

@@ -79,6 +79,7 @@ class Cost:
     """What one layer costs at one micro-batch size (samples) and tensor-parallel size.
 
     ``saved_bytes`` is held from F to B; ``saved_for_weight_bytes`` between I and W (queued output gradients too).
+    ``split_s`` is what F, I and W together last longer than F and a whole B: what splitting the backward costs.
     ``spread`` is the interquartile range of the layer's F + I + W over its median, where it was measured.
     The last five belong to rows with ``tensor`` > 1, and give the sizes of one tensor rank (``shared_bytes``: of each
     tied parameter).
@@ -89,6 +90,7 @@ class Cost:
     forward_s: Seconds
     backward_input_s: Seconds
     backward_weight_s: Seconds
+    split_s: Seconds | None = None
     saved_bytes: LayerBytes
     saved_for_weight_bytes: LayerBytes
     workspace_bytes: LayerBytes

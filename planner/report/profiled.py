@@ -32,7 +32,7 @@ def document(
     if measured is not None:
         found |= {
             "entry_s": measured.entry_s,
-            "split_cost": measured.split_cost,
+            "split_cost": _split_costs(profile),
             "layerwise": measured.layerwise,
             "left_out": [{"microbatch_size": one.microbatch_size, "reason": one.reason} for one in measured.left_out],
             "tensor_left_out": {str(size): why for size, why in measured.tensor_left_out.items()},
@@ -97,6 +97,15 @@ def report(
         say(line)
 
 
+def _split_costs(profile: Profile) -> list[float]:
+    """By micro-batch size: what F, I and W take over F and a whole B, minus 1, in all layers together."""
+    found = []
+    for rows in zip(*([cost for cost in layer.costs if cost.tensor == 1] for layer in profile.layers), strict=True):
+        whole = sum(row.forward_s + row.backward_input_s + row.backward_weight_s for row in rows)
+        found.append(sum(row.split_s or 0.0 for row in rows) / whole if whole else 0.0)
+    return found
+
+
 _TIMES = ("forward_s", "backward_input_s", "backward_weight_s")
 
 
@@ -151,12 +160,13 @@ def _remarks(measured: Measured, change: Difference | None, earlier: Profile | N
     for size, why in measured.tensor_left_out.items():
         yield f"tensor size {size} is left out: {why}"
     sizes = [cost.microbatch_size for cost in profile.layers[0].costs if cost.tensor == 1]
-    dearest = max(measured.split_cost, default=0.0)
+    costs = _split_costs(profile)
+    dearest = max(costs, default=0.0)
     if dearest > WORTH_SAYING:
-        size = sizes[measured.split_cost.index(dearest)]
+        size = sizes[costs.index(dearest)]
         yield (
-            f"a backward split into I and W takes {dearest:.0%} longer here than F and B (micro-batch size {size}), "
-            "which plans do not count: where a zero-bubble order wins by less, --schedule 1f1b is faster"
+            f"F and a backward split into I and W take {dearest:.0%} longer here than F and B (micro-batch size "
+            f"{size}): plans count it, and zero-bubble orders win where their bubble is larger than that"
         )
     entry_s = dict(zip(sizes, measured.entry_s, strict=True))
     for accuracy in profile.accuracy or ():

@@ -29,13 +29,20 @@ _LEAST = 0.01
 class StageSeconds:
     """One stage's actions as they were, the slowest of its replicas; what recomputing took is not in the backward.
 
-    ``split``: I and W were timed apart.
+    ``split``: I and W were timed apart. ``split_s``: what that is taken to have added, as large a part of F, I and W as
+    in the plan; it is not in the backward either.
     """
 
     forward_s: Seconds
     backward_input_s: Seconds
     backward_weight_s: Seconds
+    split_s: Seconds
     split: bool
+
+    @property
+    def all_s(self) -> float:
+        """F and the backward, with what splitting it added."""
+        return self.forward_s + self.backward_s + self.split_s
 
     @property
     def backward_s(self) -> float:
@@ -59,15 +66,30 @@ def stages_as_measured(plan: Plan, told: Sequence[Mapping[str, Any]]) -> tuple[S
         planned_s = stage.backward_input_s + stage.backward_weight_s
         part = stage.backward_input_s / planned_s if planned_s else 0.5
         split = not whole_s and not deferred
+        split_s = 0.0
         if split:
             first_s = max(0.0, first_s - again_s)
+            split_s = min(first_s, _split_part(stage) * (forward_s + first_s + second_s))
+            first_s -= split_s
         else:
             backward_s = max(0.0, (whole_s or first_s + second_s) - again_s)
             first_s, second_s = part * backward_s, (1 - part) * backward_s
         made.append(
-            StageSeconds(forward_s=forward_s, backward_input_s=first_s, backward_weight_s=second_s, split=split)
+            StageSeconds(
+                forward_s=forward_s, backward_input_s=first_s, backward_weight_s=second_s, split_s=split_s, split=split
+            )
         )
     return tuple(made)
+
+
+def _planned_s(stage: Stage) -> float:
+    """F, I and W."""
+    return stage.forward_s + stage.backward_input_s + stage.backward_weight_s + (stage.split_s or 0.0)
+
+
+def _split_part(stage: Stage) -> float:
+    """How much of a stage's F, I and W is for splitting, as planned: Python's share of F's and I's cannot be timed."""
+    return (stage.split_s or 0.0) / (_planned_s(stage) or 1.0)
 
 
 # --- what differs -----------------------------------------------------------------------------------------------------
@@ -81,10 +103,7 @@ def differences(
     for stage, measured in zip(plan.stages, stages, strict=True):
         words = [
             f"{name} {100 * abs(off):.0f} % {'longer' if off > 0 else 'shorter'}"
-            for name, planned_s, seconds in (
-                ("F", stage.forward_s, measured.forward_s),
-                ("backward", stage.backward_input_s + stage.backward_weight_s, measured.backward_s),
-            )
+            for name, planned_s, seconds in _compared(stage, measured)
             if planned_s and abs(off := seconds / planned_s - 1) > NEAR
         ]
         if words:
@@ -102,6 +121,16 @@ def differences(
     return tuple(found)
 
 
+def _compared(stage: Stage, measured: StageSeconds) -> tuple[tuple[str, float, float], ...]:
+    """Name, planned and measured seconds; a plan does not say how much of what splitting adds falls into F."""
+    if measured.split_s:
+        return (("F, I and W", _planned_s(stage), measured.all_s),)
+    return (
+        ("F", stage.forward_s, measured.forward_s),
+        ("backward", stage.backward_input_s + stage.backward_weight_s, measured.backward_s),
+    )
+
+
 def _layers(stage: Stage) -> str:
     first, last = stage.layers[0], stage.layers[-1]
     return first if first == last else f"{first} to {last}"
@@ -115,6 +144,7 @@ def _with_stages(plan: Plan, stages: Sequence[StageSeconds], profile: Profile) -
             forward_s=measured.forward_s,
             backward_input_s=measured.backward_input_s,
             backward_weight_s=measured.backward_weight_s,
+            split_s=measured.split_s,
         )
         for stage, measured in zip(plan.stages, stages, strict=True)
     )
@@ -184,6 +214,7 @@ class _Factors:
     forward: tuple[float, float]
     backward_input: tuple[float, float]
     backward_weight: tuple[float, float]
+    split: float
 
     @classmethod
     def of(cls, stage: Stage, measured: StageSeconds, rows: Sequence[Cost]) -> _Factors:
@@ -194,6 +225,10 @@ class _Factors:
             own_s = max(_LEAST * seconds, seconds - collectives_s)
             return (own_s / layers_s, 0.0) if layers_s else (0.0, own_s / len(rows))
 
+        whole_s = _planned_s(stage) - (stage.split_s or 0.0)
+        split = measured.all_s / whole_s if whole_s else 0.0
+        if measured.split and stage.split_s:
+            split = measured.split_s / stage.split_s
         forward = factor(measured.forward_s, stage.forward_s, sum(row.forward_s for row in rows))
         first_s, second_s = (sum(row.backward_input_s for row in rows), sum(row.backward_weight_s for row in rows))
         if measured.split:
@@ -202,10 +237,13 @@ class _Factors:
                 forward=forward,
                 backward_input=first,
                 backward_weight=factor(measured.backward_weight_s, stage.backward_weight_s, second_s),
+                split=split,
             )
         planned_s = stage.backward_input_s + stage.backward_weight_s
         times, more_s = factor(measured.backward_s, planned_s, first_s + second_s)
-        return cls(forward=forward, backward_input=(times, more_s / 2), backward_weight=(times, more_s / 2))
+        return cls(
+            forward=forward, backward_input=(times, more_s / 2), backward_weight=(times, more_s / 2), split=split
+        )
 
     def scaled(self, cost: Cost) -> Cost:
         """A row with the run's times."""
@@ -214,5 +252,6 @@ class _Factors:
             forward_s=cost.forward_s * self.forward[0] + self.forward[1],
             backward_input_s=cost.backward_input_s * self.backward_input[0] + self.backward_input[1],
             backward_weight_s=cost.backward_weight_s * self.backward_weight[0] + self.backward_weight[1],
+            split_s=(cost.split_s or 0.0) * self.split or None,
             spread=None,
         )

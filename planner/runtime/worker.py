@@ -44,6 +44,7 @@ from planner.runtime.trainer import Shape, Trainer, routes_of
 from planner.runtime.transport import Transport
 from planner.runtime.weights import whole_weights
 from planner.schedules import Action, Letter
+from planner.simulate.costs import durations
 
 STORE_PREFIX = "pipeplan"
 FAILURE_KEY = "failure"
@@ -310,17 +311,16 @@ class _Worker:
 
     def _foretold(self, action: Action) -> float:
         """An action's planned seconds."""
-        stage = self.job.plan.stages[action.stage]
-        backward = stage.backward_input_s + stage.backward_weight_s
+        cost = durations(self.job.plan.stages[action.stage])
         match action.letter:
             case Letter.FORWARD:
-                return stage.forward_s
+                return cost.forward_s
             case Letter.BACKWARD:
-                return backward
+                return cost.backward_s
             case Letter.BACKWARD_INPUT:
-                return stage.backward_input_s if stage.returns else 0.0
+                return cost.backward_input_s
             case _:
-                return stage.backward_weight_s if stage.returns else backward
+                return cost.backward_weight_s
 
     def _barrier(self) -> None:
         self.control.barrier()

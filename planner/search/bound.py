@@ -82,7 +82,8 @@ class _CutBound:
         if self.fused:
             self.seconds["B", stage] = cost.backward_s + returns.added_s
         else:
-            self.seconds["I", stage] = cost.backward_input_s + returns.added_s
+            # every order: some backwards may be whole, so that splitting costs nothing
+            self.seconds["I", stage] = cost.backward_input_s - cost.split_s + returns.added_s
             self.seconds["W", stage] = cost.backward_weight_s
             self.after["I", stage].append((("W", stage), 0.0))
             self.after["W", stage] = []

@@ -124,6 +124,8 @@ def _memory(model: CutModel, totals: Totals, again: list[Linear], count: int, ra
     for place in places:
         following = min(place + 1, len(added) - 1)
         step = float(added[following] - added[place])
+        if following > place and step <= 0:  # recomputing is free: held drops at once
+            continue
         slope = float(held[following] - held[place]) / step if step > 0 else 0.0
         value = Linear(constant=count * float(held[place] - slope * added[place]) / room / scale)
         model.row(value + h * (count * slope / room))

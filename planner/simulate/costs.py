@@ -1,7 +1,7 @@
 """What each kind of action costs under the time model, and what it hands over: the one place that says so.
 
     F = forward_s            B = I + W          a stage that recomputes adds forward_s to B or I
-    I = backward_input_s     W = backward_weight_s
+    I = backward_input_s     W = backward_weight_s      split_s, where a profile tells it, lengthens I
 
 A stage that returns nothing has nothing to hand over: its I takes no time, its W does all of the backward.
 """
@@ -16,24 +16,26 @@ from planner.simulate.job import Job
 
 @record
 class Durations:
-    """Seconds of one action of each letter, without messages."""
+    """Seconds of one action of each letter, without messages; ``split_s``: the part of I that B has not."""
 
     forward_s: float
     backward_s: float
     backward_input_s: float
     backward_weight_s: float
+    split_s: float
 
 
 def durations(stage: Stage) -> Durations:
     """How long a stage's actions take, its recomputing included."""
     again = stage.forward_s if stage.recompute else 0.0
     whole = stage.backward_input_s + stage.backward_weight_s + again
-    returns = bool(stage.returns)
+    returns, split_s = bool(stage.returns), stage.split_s or 0.0
     return Durations(
         forward_s=stage.forward_s,
         backward_s=whole,
-        backward_input_s=stage.backward_input_s + again if returns else 0.0,
+        backward_input_s=stage.backward_input_s + split_s + again if returns else 0.0,
         backward_weight_s=stage.backward_weight_s if returns else whole,
+        split_s=split_s if returns else 0.0,
     )
 
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from planner.capture import load_model_file
 from planner.measure import Asked, Measured
 from planner.measure.estimate import estimate_profile
+from planner.profile import Cost
 from planner.report.profiled import WORTH_SAYING, report
 
 MODEL = """
@@ -40,8 +41,18 @@ def said_of(measured: Measured) -> str:
     return "\n".join(lines)
 
 
+def with_split_costs(measured: Measured, parts: dict[int, float]) -> Measured:
+    def dearer(cost: Cost) -> Cost:
+        whole = cost.forward_s + cost.backward_input_s + cost.backward_weight_s
+        return dataclasses.replace(cost, split_s=parts[cost.microbatch_size] * whole)
+
+    profile = measured.profile
+    layers = tuple(dataclasses.replace(one, costs=tuple(map(dearer, one.costs))) for one in profile.layers)
+    return dataclasses.replace(measured, profile=dataclasses.replace(profile, layers=layers))
+
+
 def test_what_splitting_a_backward_costs_is_said_where_it_shows(measured: Measured) -> None:
     assert "split into I and W" not in said_of(measured)
-    assert "split into I and W" not in said_of(dataclasses.replace(measured, split_cost=(WORTH_SAYING, -0.2)))
-    said = said_of(dataclasses.replace(measured, split_cost=(0.05, 0.14)))
-    assert "a backward split into I and W takes 14% longer here than F and B (micro-batch size 2)" in said
+    assert "split into I and W" not in said_of(with_split_costs(measured, {1: 0.9 * WORTH_SAYING, 2: 0.0}))
+    said = said_of(with_split_costs(measured, {1: 0.05, 2: 0.14}))
+    assert "F and a backward split into I and W take 14% longer here than F and B (micro-batch size 2)" in said

@@ -18,7 +18,7 @@ from planner.graph import LayerGraph, Stage, derive_stages
 from planner.plan import Plan, read_plan, schedule_of
 from planner.profile import Device, Profile, ProfiledLinks, read_profile
 from planner.runtime.measured import differences, measured_profile, stages_as_measured
-from planner.schedules import Letter
+from planner.schedules import Letter, ScheduleName
 
 DEVICE = Device(kind="cpu", name="here", memory_bytes=0, software={})
 
@@ -35,7 +35,9 @@ def told_of(plan: Plan, stages: list[Stage]) -> list[dict[str, Any]]:
             rows[f"{number}{letter}"] = {
                 Letter.FORWARD: stage.forward_s,
                 Letter.BACKWARD: backward_s + again_s,
-                Letter.BACKWARD_INPUT: stage.backward_input_s + again_s if stage.returns else 0.0,
+                Letter.BACKWARD_INPUT: stage.backward_input_s + (stage.split_s or 0.0) + again_s
+                if stage.returns
+                else 0.0,
                 Letter.BACKWARD_WEIGHT: stage.backward_weight_s if stage.returns else backward_s + again_s,
             }[letter]
         for slower in (1.0, 0.5):  # two replicas: the slower one counts
@@ -85,10 +87,13 @@ def test_the_stages_of_the_profile_take_what_was_measured(data: st.DataObject) -
     for found, wanted in zip(derived(plan, made), true, strict=True):
         assert found.forward_s == pytest.approx(wanted.forward_s)
         backward = (found.backward_input_s, found.backward_weight_s)
+        split_s, planned_s = found.split_s or 0.0, wanted.split_s or 0.0
         if found.stage in whole:
             assert sum(backward) == pytest.approx(wanted.backward_input_s + wanted.backward_weight_s)
         else:
-            assert backward == pytest.approx((wanted.backward_input_s, wanted.backward_weight_s))
+            assert backward[0] + split_s == pytest.approx(wanted.backward_input_s + planned_s)
+            assert backward[1] == pytest.approx(wanted.backward_weight_s)
+            assert bool(split_s) == bool(planned_s)
     assert (made.provenance, made.device, made.links) == ("measured", DEVICE, links)
     assert made.optimizer.step_s_per_trainable_byte == 0.5
     assert made.model.source == "../model.py"
@@ -108,6 +113,25 @@ def test_as_planned_there_is_nothing_to_say() -> None:
     assert PLAN.predicted is not None
     stages = stages_as_measured(PLAN, told_of(PLAN, list(PLAN.stages)))
     assert differences(PLAN, stages, iteration_s=PLAN.predicted.iteration_s, profile=PROFILE) == ()
+
+
+def test_what_splitting_costs_is_part_of_what_was_planned() -> None:
+    dear = dataclasses.replace(
+        PROFILE,
+        layers=tuple(
+            dataclasses.replace(layer, costs=tuple(dataclasses.replace(row, split_s=0.2) for row in layer.costs))
+            for layer in PROFILE.layers
+        ),
+    )
+    plan = fresh_plan(dear, [["block.0", "block.1"], ["block.2", "block.3"]], ranks=2, name=ScheduleName.ZB_H1)
+    assert plan.predicted is not None
+    assert [stage.split_s for stage in plan.stages] == [0.4, 0.4]
+    stages = stages_as_measured(plan, told_of(plan, list(plan.stages)))
+    assert [stage.split_s for stage in stages] == pytest.approx([0.0, 0.4]), "the first stage hands nothing on"
+    assert differences(plan, stages, iteration_s=plan.predicted.iteration_s, profile=dear) == ()
+    slow = [plan.stages[0], dataclasses.replace(plan.stages[1], backward_weight_s=10.0)]
+    words = differences(plan, stages_as_measured(plan, told_of(plan, slow)), iteration_s=1.0, profile=None)
+    assert [text.split(": ")[1].split(" ")[:4] for text in words] == [["F,", "I", "and", "W"]]
 
 
 def test_which_stage_and_whether_it_is_the_links() -> None:

@@ -14,7 +14,7 @@ import pytest
 from support.brute_force import CHOICES, NAMES, Shape, fitting_s, jobs, least_bytes, least_s, schedules, shapes
 from support.naive_model import Naive
 from support.random_orders import random_order
-from support.random_profiles import random_cluster, random_profile
+from support.random_profiles import random_cluster, random_profile, with_split_costs
 
 from planner.cluster import memory_limit, resolve
 from planner.errors import InputError, NothingFitsError
@@ -76,9 +76,13 @@ def sharded_by_hand(job: Job) -> Job:
     )
 
 
-def check_against_brute_force(seed: int, *, most_jobs: int, most_warmups: int, zero1: bool = False) -> None:
+def check_against_brute_force(
+    seed: int, *, most_jobs: int, most_warmups: int, zero1: bool = False, split_costs: bool = False
+) -> None:
     rng = random.Random(seed)
     profile, asked = random_question(rng)
+    if split_costs:
+        profile = with_split_costs(profile, rng)
     if zero1:
         asked = dataclasses.replace(asked, gpus=max(2, asked.gpus), data=(2,), zero1=True)
     graph, limit = LayerGraph.of(profile), memory_limit(asked.cluster)
@@ -102,7 +106,7 @@ def check_against_brute_force(seed: int, *, most_jobs: int, most_warmups: int, z
         assert best_s == pytest.approx(again.iteration_s, rel=1e-9)
         assert limit is None or max(again.peaks) <= limit
         assert bound_s <= best_s * (1 + 1e-9)
-        assert found.proven  # so small that all there is can be gone through
+        assert found.proven or split_costs  # so small that all there is can be gone through
         assert found.left == 0
         assert min(found.solved, found.pruned, found.left) >= 0
     for shape, plain in jobs(graph, every, rng, cluster=asked.cluster, recompute=asked.recompute, most=most_jobs):
@@ -139,6 +143,13 @@ def test_nothing_is_faster_than_the_plan_at_length(seed: int) -> None:
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 100))])
 def test_nothing_is_faster_where_replicas_share_the_optimizer(seed: int) -> None:
     check_against_brute_force(5000 + seed, most_jobs=150, most_warmups=30, zero1=True)
+
+
+@pytest.mark.parametrize(
+    "seed", [112, *range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 112))]
+)
+def test_nothing_is_faster_where_splitting_a_backward_costs(seed: int) -> None:
+    check_against_brute_force(6000 + seed, most_jobs=150, most_warmups=30, split_costs=True)
 
 
 @pytest.mark.slow

@@ -88,6 +88,7 @@ def jobs(
             forward_s=draw(eighths),
             backward_input_s=draw(eighths),
             backward_weight_s=draw(eighths),
+            split_s=draw(st.sampled_from((None, None, 0.125, 1.0))),
             parameter_bytes=1000 + draw(sizes),
             trainable_bytes=1000,
             buffer_bytes=draw(sizes),

@@ -64,7 +64,7 @@ class Naive:
         base = {
             "F": stage.forward_s,
             "B": both,
-            "I": stage.backward_input_s + again if stage.returns else 0.0,
+            "I": stage.backward_input_s + (stage.split_s or 0.0) + again if stage.returns else 0.0,
             "W": stage.backward_weight_s if stage.returns else both,
         }[letter]
         if self.job.cluster.overlap is False and letter != "W":

@@ -53,6 +53,7 @@ def _costs(draw: st.DrawFn, size: int) -> Cost:
         forward_s=draw(_seconds),
         backward_input_s=draw(_seconds),
         backward_weight_s=draw(_seconds),
+        split_s=draw(st.none() | _seconds),
         saved_bytes=draw(_bytes),
         saved_for_weight_bytes=draw(_bytes),
         workspace_bytes=draw(_bytes),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from collections.abc import Iterator
@@ -56,6 +57,16 @@ def random_profile(
         layers=tuple(layers),
         edges=tuple(_edges(rng, count, chain=chain)),
     )
+
+
+def with_split_costs(profile: Profile, rng: random.Random) -> Profile:
+    """The same where splitting a backward costs something, in most layers."""
+
+    def dearer(cost: Cost) -> Cost:
+        return dataclasses.replace(cost, split_s=rng.choice((None, 0.1, 0.5 * rng.random())))
+
+    layers = (dataclasses.replace(one, costs=tuple(map(dearer, one.costs))) for one in profile.layers)
+    return dataclasses.replace(profile, layers=tuple(layers))
 
 
 def _cost(rng: random.Random, size: int) -> Cost:
