@@ -23,7 +23,10 @@ from planner.runtime.trainer import Shape, Trainer, routes_of
 from planner.schedules import Action, Letter
 
 ROUNDING = 1e-4
-"""How far losses may be apart, of the largest, where more than two replicas' sums run in an order of their own."""
+"""How far losses may be apart, of the largest, where sums run in an order of their own.
+
+So they do over more than two replicas, over tensor ranks, and where a stage's backwards are not in the order of the
+micro-batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from planner.record import record
 from planner.runtime.saved import newest, read_saved
 from planner.runtime.server import start_server
 from planner.runtime.weight_files import weight_files
+from planner.schedules import Schedule, Wiring, check_schedule, out_of_order
 
 if TYPE_CHECKING:
     from planner.runtime.launch import Listener, Nodes
@@ -65,6 +66,7 @@ def run_plan(path: Path, options: RunOptions, listener: Listener) -> Outcome | N
     """
     plan = read_plan(path)
     schedule = schedule_of(plan)
+    _check_order(plan, path, schedule)
     _check(plan, path, options)
     if plan.profile.provenance == "imported":
         raise InputError(
@@ -89,6 +91,8 @@ def run_plan(path: Path, options: RunOptions, listener: Listener) -> Outcome | N
     crowded = device == "cpu" and num_local > _num_cores()
     if crowded:
         listener.remark(f"{num_local} processes share {_num_cores()} cores: times mean little")
+    for words in out_of_order(schedule):
+        listener.remark(f"remark: {words}")
     host, port = _meeting(options)
     asked = {
         "plan": plain(plan), "steps": options.steps, "seed": options.seed, "verify": options.verify,
@@ -168,6 +172,19 @@ def _save_profile(
         links=links,
     )
     write_profile(made, path)
+
+
+def _check_order(plan: Plan, path: Path, schedule: Schedule) -> None:
+    """That every rank has its actions, once each, before any process is started.
+
+    What waits for what is told by the model's own tensors: the processes see whether the orders go together.
+    """
+    none: tuple[tuple[int, ...], ...] = ((),) * len(plan.stages)
+    wiring = Wiring(ranks=tuple(stage.rank for stage in plan.stages), sends=none, returns=none)
+    faults = check_schedule(schedule, num_microbatches=plan.batch.microbatches, wiring=wiring).errors
+    if faults:
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        raise InputError(f"{path}: schedule: {faults[0]}{more}", hint="correct the plan's schedule or actions")
 
 
 def _check(plan: Plan, path: Path, options: RunOptions) -> None:

@@ -2,7 +2,7 @@
 
 from planner.schedules.action import Action, Letter, Order, Schedule, format_order, parse_action
 from planner.schedules.build import build, check_shape, default_warmup, shape_fault
-from planner.schedules.check import ScheduleCheck, check_schedule
+from planner.schedules.check import ScheduleCheck, check_schedule, out_of_order
 from planner.schedules.communication import Channels, Message, channels
 from planner.schedules.names import Placement, ScheduleName
 from planner.schedules.placement import rank_of, ranks_of
@@ -25,6 +25,7 @@ __all__ = [
     "check_shape",
     "default_warmup",
     "format_order",
+    "out_of_order",
     "parse_action",
     "rank_of",
     "ranks_of",

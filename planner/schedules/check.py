@@ -128,7 +128,15 @@ def _deadlock(schedule: Schedule, wiring: Wiring) -> Iterator[str]:
     yield "deadlock: " + ", ".join(waits)
 
 
-def _remarks(schedule: Schedule, wiring: Wiring) -> Iterator[str]:
+def out_of_order(schedule: Schedule) -> tuple[str, ...]:
+    """For each rank the first B or W of a stage that stands after one of a later micro-batch, in words.
+
+    One process adds gradients in the order of micro-batches; in another the sum is the same only to rounding.
+    """
+    return tuple(_out_of_order(schedule))
+
+
+def _out_of_order(schedule: Schedule) -> Iterator[str]:
     for rank, order in enumerate(schedule):
         last: dict[int, int] = {}
         for position, (stage, letter, m) in enumerate(order):
@@ -141,6 +149,10 @@ def _remarks(schedule: Schedule, wiring: Wiring) -> Iterator[str]:
                 )
                 break
             last[stage] = m
+
+
+def _remarks(schedule: Schedule, wiring: Wiring) -> Iterator[str]:
+    yield from out_of_order(schedule)
     blocked = blocks_under_rendezvous(schedule, wiring)
     if blocked:
         rank, action = blocked
