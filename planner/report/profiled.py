@@ -19,10 +19,6 @@ if TYPE_CHECKING:
     from planner.measure import Difference, Measured
 
 
-WORTH_SAYING = 0.03
-"""From so much of F + B on it is said what splitting a backward costs."""
-
-
 def document(
     path: Path, profile: Profile, measured: Measured | None = None, change: Difference | None = None
 ) -> dict[str, Any]:
@@ -162,7 +158,7 @@ def _remarks(measured: Measured, change: Difference | None, earlier: Profile | N
     sizes = [cost.microbatch_size for cost in profile.layers[0].costs if cost.tensor == 1]
     costs = _split_costs(profile)
     dearest = max(costs, default=0.0)
-    if dearest > WORTH_SAYING:
+    if dearest:
         size = sizes[costs.index(dearest)]
         yield (
             f"F and a backward split into I and W take {dearest:.0%} longer here than F and B (micro-batch size "

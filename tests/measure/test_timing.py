@@ -1,13 +1,20 @@
-"""Where rows of layers are cut to be timed."""
+"""Where rows of layers are cut to be timed, and what becomes of the figures."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.measure.timing import even_bounds
+from planner.measure.passes import SPLIT_FORWARD
+from planner.measure.timing import WORTH_SAYING, even_bounds, layer_seconds
+from planner.schedules import Letter
+
+seconds = st.floats(0.01, 10)
+rows = st.tuples(seconds, seconds, seconds, seconds, seconds)
+"""F, B, F before I, I, W of a layer."""
 
 
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=60), st.integers(1, 8))
@@ -29,3 +36,23 @@ def test_no_run_is_over_its_share_by_more_than_a_layer(load: list[float], pieces
     bounds = even_bounds(load, pieces)
     share = sum(load) / pieces
     assert all(sum(load[first:last]) <= share + max(load) + 1e-9 for first, last in pairwise(bounds))
+
+
+@given(st.lists(rows, min_size=1, max_size=12))
+def test_halves_make_up_the_whole_and_what_splitting_costs_stands_apart(layers: list[tuple[float, ...]]) -> None:
+    names = (Letter.FORWARD, Letter.BACKWARD, SPLIT_FORWARD, Letter.BACKWARD_INPUT, Letter.BACKWARD_WEIGHT)
+
+    def figures(*letters: str) -> tuple[float, ...]:
+        return tuple(sum(row[names.index(letter)] for letter in letters) for row in layers)
+
+    made = layer_seconds(figures, [0.0] * len(layers))
+    whole = split = 0.0
+    for one, (forward, backward, before, by_input, by_weight) in zip(made, layers, strict=True):
+        assert one.backward_input + one.backward_weight == pytest.approx(backward)
+        assert one.backward_input * by_weight == pytest.approx(one.backward_weight * by_input)
+        assert one.split >= 0
+        assert not one.split or before + by_input + by_weight > forward + backward
+        whole += forward + backward
+        split += before + by_input + by_weight
+    more = split - whole
+    assert sum(one.split for one in made) == pytest.approx(more if more > WORTH_SAYING * whole else 0.0)
