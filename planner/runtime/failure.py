@@ -65,9 +65,9 @@ class Where:
     @classmethod
     def of(cls, job: RunJob, global_rank: int) -> Where:
         """A process of a run."""
-        rank, replica = job.place_of(global_rank)
-        words = f"rank {rank}" + (f" of replica {replica}" if job.plan.parallel.data > 1 else "")
-        return cls(words=words, order=job.schedule[rank])
+        stands = job.place_of(global_rank)
+        words = f"rank {stands.rank}" + (f" of replica {stands.replica}" if job.plan.parallel.data > 1 else "")
+        return cls(words=words, order=job.schedule[stands.rank])
 
 
 def place(where: Where, slot: Slot) -> str:

@@ -10,11 +10,22 @@ from planner.schedules import Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Pipeline rank r, replica d and tensor rank t of process (r · D + d) · T + t, its rank in the whole run."""
+
+    process: int
+    rank: int
+    replica: int
+    tensor_rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunJob:
     """One run of a plan."""
 
     plan: Plan
     schedule: Schedule
+    plan_path: Path
     model_path: Path
     steps: int
     seed: int
@@ -52,8 +63,14 @@ class RunJob:
         """The pipeline rank of each stage."""
         return tuple(stage.rank for stage in self.plan.stages)
 
-    def place_of(self, global_rank: int) -> tuple[int, int]:
-        """Pipeline rank and replica of a process: T innermost, then D."""
+    def first_process(self, rank: int) -> int:
+        """The process of a pipeline rank in the first replica, the first of its tensor ranks."""
         sizes = self.plan.parallel
-        rank, rest = divmod(global_rank, sizes.data * sizes.tensor)
-        return rank, rest // sizes.tensor
+        return rank * sizes.data * sizes.tensor
+
+    def place_of(self, process: int) -> Place:
+        """Where a process stands."""
+        sizes = self.plan.parallel
+        rank, rest = divmod(process, sizes.data * sizes.tensor)
+        replica, tensor_rank = divmod(rest, sizes.tensor)
+        return Place(process=process, rank=rank, replica=replica, tensor_rank=tensor_rank)

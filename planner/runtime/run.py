@@ -103,6 +103,7 @@ def run_plan(path: Path, options: RunOptions, listener: Listener) -> Outcome | N
         job = RunJob(
             plan=plan,
             schedule=schedule,
+            plan_path=path,
             model_path=model_path,
             steps=options.steps,
             seed=options.seed,
