@@ -169,8 +169,7 @@ class _Progress:
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
-        if self._log is not None:
-            self._log.close()
+        self._close_log()
 
     def step(self, step: int, loss: float, seconds: float) -> None:
         """A step has ended."""
@@ -191,7 +190,20 @@ class _Progress:
                 "seconds": seconds,
                 "samples_per_s": self._samples / seconds,
             }
-            self._log.write(json.dumps(row) + "\n")
+            try:
+                self._log.write(json.dumps(row) + "\n")
+            except OSError as error:
+                self._close_log()
+                ends = f"its lines end before step {step + 1}, training goes on"
+                words = f"remark: --log {self._log_path}: {error.strerror}; {ends}"
+                err.print(words, markup=False, soft_wrap=True)
+
+    def _close_log(self) -> None:
+        """Let the log go, with what it could not take."""
+        log, self._log = self._log, None
+        if log is not None:
+            with suppress(OSError):
+                log.close()
 
     def interrupted(self, kept: Path | None) -> None:
         """Ctrl-C ended the run; ``kept``: its newest checkpoint."""

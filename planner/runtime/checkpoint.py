@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
-from planner.errors import PipeplanError
+from planner.errors import PipeplanError, RunError
 from planner.files import plain
 from planner.runtime.board import State, Writer
 from planner.runtime.groups import Group
@@ -40,6 +40,7 @@ from planner.runtime.saved import (
     damaged,
     describe,
     finish,
+    newest,
     part_of,
     read_part,
     sync_folder,
@@ -155,7 +156,20 @@ class Checkpoints:
     batch: SavedBatch
 
     def save(self, step: int, content: Content) -> None:
-        """Write the state before step ``step``. When it returns the checkpoint is whole, on every process."""
+        """Write the state before step ``step``. When it returns the checkpoint is whole, on every process.
+
+        Raises RunError where the disk does not take it; those before it stay.
+        """
+        try:
+            self._save(step, content)
+        except OSError as error:
+            kept = newest(self.folder)
+            raise RunError(
+                f"{self.folder}: the checkpoint of step {step} cannot be written ({error.strerror or error})",
+                hint="make room there, or mend its rights" + (f"; --resume goes on from {kept.name}" if kept else ""),
+            ) from None
+
+    def _save(self, step: int, content: Content) -> None:
         written = unfinished(self.folder, step, self.run)
         self.board.at(State.CHECKPOINT)
         written.mkdir(parents=True, exist_ok=True)

@@ -87,7 +87,8 @@ def raised(error: BaseException, where: str) -> Failure:
     if isinstance(error, PipeplanError):
         cause = error.__cause__
         details = _told(cause) if cause is not None else ""
-        return Failure(message=error.message, hint=error.hint, exit_code=error.exit_code, details=details)
+        message = f"{where}: {error.message}" if isinstance(error, RunError) else error.message
+        return Failure(message=message, hint=error.hint, exit_code=error.exit_code, details=details)
     words = str(error).strip().rstrip(".").splitlines()
     said = f"{type(error).__name__}: {words[0]}" if words else type(error).__name__
     return Failure(

@@ -38,6 +38,8 @@ POLL_S = 0.1
 SILENT_S = 2.0
 """A process that has been gone so long, and of which the launcher reports no failure, ended with code 0."""
 TELL_S = 5.0
+OWN_S = timedelta(seconds=20)
+"""How long node 0 tries to reach its own store at the address by which the others are to reach it."""
 START_FACTOR = 10
 """Starting may take this many time-outs: capturing a large model shows no progress for long."""
 
@@ -80,6 +82,8 @@ def launch(
     watch = _Watch(job, nodes, board, server, timeout_s=timeout_s, listener=listener)
     with _quiet_elastic(), watch:
         failure = _run(job, nodes, num_local, server.port, watch)
+    if watch.fault is not None:
+        raise watch.fault
     if failure is not None:
         watch.wait_until_told()
         listener.details(failure.details)
@@ -127,20 +131,22 @@ def meet(nodes: Nodes) -> TCPStore:
     """
     try:
         listening = socket.create_server((nodes.host, 0)) if not nodes.port else None
-        return TCPStore(
+        store = TCPStore(
             nodes.host,
             nodes.port if listening is None else listening.getsockname()[1],
             is_master=nodes.rank == 0,
             wait_for_workers=False,
             multi_tenant=True,
-            timeout=timedelta(minutes=10),
+            timeout=timedelta(minutes=10) if nodes.rank else OWN_S,
             master_listen_fd=None if listening is None else listening.detach(),
         )
+        store.set_timeout(timedelta(minutes=10))
+        return store
     except (RuntimeError, ValueError, OSError) as error:
         words = str(error).splitlines()[0]
         raise RunError(
             f"node {nodes.rank} cannot meet the others at {nodes.host}:{nodes.port} ({words})",
-            hint="check --rdzv-endpoint, and that node 0 is started",
+            hint="check --rdzv-endpoint" + (", and that node 0 is started" if nodes.rank else ", an address of node 0"),
         ) from None
 
 
@@ -193,6 +199,8 @@ class _Watch:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
         self.failure: Failure | None = None
+        self.fault: BaseException | None = None
+        """What the listener raised, as where nobody reads on: it ends the run, as nobody would see a hang any more."""
 
     def __enter__(self) -> None:
         self._thread.start()
@@ -200,7 +208,8 @@ class _Watch:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
-        self._show_steps()
+        if self.fault is None:
+            self._show_steps()
 
     def first_failure(self, error: ChildFailedError) -> Failure:
         """What ended the run: what was told first, or else that a process of this machine died."""
@@ -231,7 +240,12 @@ class _Watch:
 
     def _watch(self) -> None:
         while not self._stop.wait(POLL_S):
-            self._show_steps()
+            try:
+                self._show_steps()
+            except BaseException as error:  # noqa: BLE001 - whatever it is, it must not end this thread alone
+                self.fault = error
+                self.kill()
+                return
             try:
                 if self._store.check([FAILURE_KEY]):
                     self.failure = Failure.from_json(self._store.get(FAILURE_KEY))

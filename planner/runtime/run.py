@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -94,6 +95,8 @@ def run_plan(path: Path, options: RunOptions, listener: Listener) -> Outcome | N
     for words in out_of_order(schedule):
         listener.remark(f"remark: {words}")
     host, port = _meeting(options)
+    if options.nnodes > 1:
+        listener.remark(f"node {options.node_rank} of {options.nnodes} meets the others at {host}:{port}")
     asked = {
         "plan": plain(plan), "steps": options.steps, "seed": options.seed, "verify": options.verify,
         "checkpoints": options.checkpoints is not None, "every": options.checkpoint_every, "start": start,
@@ -269,6 +272,13 @@ def _meeting(options: RunOptions) -> tuple[str, int]:
     host, _, port = options.endpoint.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise InputError(f"--rdzv-endpoint {options.endpoint}: is no HOST:PORT", hint="write e.g. node0:29500")
+    try:
+        socket.getaddrinfo(host, int(port))
+    except OSError as error:
+        words = error.strerror or str(error)
+        raise InputError(
+            f"--rdzv-endpoint {options.endpoint}: {host} is not known here ({words})", hint="name an address of node 0"
+        ) from None
     return host, int(port)
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
+import resource
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.launched import Command
-from support.runs import plan_of
+from support.runs import Heard, plan_of, run
+from support.sleep import write_sleep_model
 
 from planner.plan import write_plan
 from planner.runtime.saved import check_files, newest, read_saved
@@ -123,6 +126,51 @@ def test_a_launcher_that_is_killed_takes_its_processes_along(
     command.process.kill()
     assert command.left_running(15.0) == []
     assert not folder.exists()
+
+
+@slow
+def test_a_log_that_takes_no_more_lines_is_told_and_training_goes_on(tmp_path: Path, started: list[Command]) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("needs /dev/full, which is always full")
+    command = start(tmp_path, "none", "--steps", 30, "--log", "/dev/full")
+    started.append(command)
+    code, words = command.end()
+    assert code == 0, words
+    assert words.count("remark: --log /dev/full: No space left on device; its lines end before step 1, training") == 1
+    assert "Traceback" not in words
+    assert "step 30/30" in words
+
+
+@slow
+def test_a_disk_that_takes_no_checkpoint_ends_the_run(tmp_path: Path, started: list[Command]) -> None:
+    kept = tmp_path / "kept"
+    command = start(tmp_path, "none", "--steps", 5, "--checkpoint", kept, "--checkpoint-every", 1)
+    most = 2000  # bytes of any file that it, and what it starts, writes
+    resource.prlimit(command.process.pid, resource.RLIMIT_FSIZE, (most, most))
+    started.append(command)
+    code, words = command.end()
+    assert code == 4, words
+    said = re.escape(f"{kept}: the checkpoint of step 1 cannot be written (File too large); make room there")
+    assert re.match(rf"pipeplan: rank \d, step 1, in a checkpoint: {said}", words.rstrip().splitlines()[-1]), words
+    assert "Traceback" not in words
+    assert newest(kept) is None
+    assert command.left_running() == []
+
+
+@slow
+@pytest.mark.parametrize("fault", [OSError("nobody listens"), SystemExit(0)], ids=repr)
+def test_a_listener_that_fails_ends_the_run(fault: BaseException, tmp_path: Path) -> None:
+    """Else nothing would be left that sees a rank hang."""
+
+    class Deaf(Heard):
+        def step(self, step: int, loss: float, seconds: float) -> None:
+            raise fault
+
+    model = write_sleep_model(tmp_path / "model.py", layers=2, forward_s=0, backward_s=0)
+    with pytest.raises(type(fault)) as raised:
+        run(plan_of(model, num_ranks=2), tmp_path, Deaf(), steps=1_000_000)
+    assert raised.value is fault
+    assert multiprocessing.active_children() == []
 
 
 def opened(pid: int) -> set[str]:

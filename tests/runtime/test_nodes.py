@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from support.runs import EVERYTHING, plan_of, run
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from planner.errors import InputError, RunError
 from planner.plan import write_plan
+from planner.runtime import launch
 from planner.runtime.launch import Nodes, meet
 
 ADDRESSES = ("10.231.77.1", "10.231.77.2")
@@ -89,3 +94,27 @@ def test_the_launcher_finds_the_store_of_every_run_of_one_process() -> None:
         launchers.set("key", "value")
         assert store.get("key") == b"value"
         del launchers, store
+
+
+@pytest.mark.slow
+def test_an_address_that_no_machine_has(tmp_path: Path) -> None:
+    plan = plan_of(EVERYTHING, num_ranks=2)
+    with pytest.raises(InputError, match=r"--rdzv-endpoint no\.such\.host\.invalid:29500: .* is not known here"):
+        run(plan, tmp_path, nnodes=2, node_rank=1, endpoint="no.such.host.invalid:29500")
+
+
+@pytest.mark.slow
+def test_an_address_that_node_0_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Node 0 waits for its own store no longer than it takes to see that it is not there (addresses of RFC 5737)."""
+    monkeypatch.setattr(launch, "OWN_S", timedelta(seconds=2))
+    started = time.monotonic()
+    with pytest.raises(RunError, match=r"node 0 cannot meet the others at 192\.0\.2\.7:\d+ .*an address of node 0"):
+        meet(Nodes(count=2, rank=0, host="192.0.2.7", port=free_port()))
+    assert time.monotonic() - started < 60
+
+
+def free_port() -> int:
+    """A port that nobody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
