@@ -17,6 +17,8 @@ from planner.runtime.groups import Group
 INITIAL_SCALE = 2.0**16
 GROWTH_INTERVAL = 2000
 """So many good steps in a row double the scale."""
+LEAST_SCALE = 2.0**-16
+"""Where every step overflows, as it does with a loss that is no number, the scale ends here: 0 could not be undone."""
 
 
 class LossScaling:
@@ -43,7 +45,7 @@ class LossScaling:
         finite = not overflow.item()
         self._good_steps = self._good_steps + 1 if finite else 0
         if not finite:
-            self.scale /= 2
+            self.scale = max(self.scale / 2, LEAST_SCALE)
         elif self._good_steps == GROWTH_INTERVAL:
             self.scale *= 2
             self._good_steps = 0

@@ -172,3 +172,14 @@ def test_the_scale_is_that_of_torchs_scaler() -> None:
 def test_what_is_no_norm_and_no_type_is_refused(line: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=said):
         load_model_file(model_with(line, tmp_path))
+
+
+def test_a_scale_comes_back_from_any_number_of_overflows() -> None:
+    parameter = nn.Parameter(torch.zeros(1))
+    scaling = LossScaling(device=torch.device("cpu"))
+    for _ in range(1200):
+        parameter.grad = torch.full((1,), torch.nan)
+        assert not scaling.unscale([parameter])
+    parameter.grad = torch.full((1,), 2 * scaling.scale)
+    assert scaling.unscale([parameter])
+    assert parameter.grad.item() == 2
