@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
 from support.runs import run, timed_plan
@@ -52,21 +53,29 @@ def test_stages_that_sleep_take_as_long_as_the_time_model_says(tmp_path: Path) -
     within(ratio)
 
 
+ONE_STAGE = "--gpus 4 --pipeline 4 --data 1 --virtual 1 --schedule 1f1b --batch 16"
+TWO_STAGES = "--gpus 4 --pipeline 4 --data 1 --virtual 2 --schedule interleaved-1f1b --batch 16"
+REPLICAS = "--gpus 4 --pipeline 2 --data 2 --virtual 1 --schedule 1f1b --batch 32"
+SPLIT = "--gpus 4 --pipeline 4 --data 1 --virtual 1 --schedule zb-h1 --batch 16"
+CASES = {
+    "one layer a stage": (ONE_STAGE, {"layers": 4, "forward_s": 0.02, "backward_s": 0.04}),
+    "two layers a stage": (ONE_STAGE, {"layers": 8, "forward_s": 0.01, "backward_s": 0.02}),
+    "stages that differ": (ONE_STAGE, {"layers": 6, "forward_s": 0.015, "backward_s": 0.01}),
+    "two stages a rank": (TWO_STAGES, {"layers": 8, "forward_s": 0.01, "backward_s": 0.02}),
+    "two replicas": (REPLICAS, {"layers": 4, "forward_s": 0.01, "backward_s": 0.02}),
+    "backwards split": (SPLIT, {"layers": 4, "forward_s": 0.02, "backward_s": 0.02, "weight_s": 0.02}),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("layers", "forward_s", "backward_s"),
-    [(4, 0.02, 0.04), (8, 0.01, 0.02), (6, 0.015, 0.01)],
-    ids=["one layer a stage", "two layers a stage", "stages that differ"],
-)
-def test_what_was_profiled_and_solved_runs_as_predicted(
-    layers: int, forward_s: float, backward_s: float, tmp_path: Path
-) -> None:
-    """P = 4, M = 16, through the commands: profile, solve, run."""
-    write_sleep_model(tmp_path / "naps.py", layers=layers, forward_s=forward_s, backward_s=backward_s)
+@pytest.mark.parametrize(("asked", "naps"), list(CASES.values()), ids=list(CASES))
+def test_what_was_profiled_and_solved_runs_as_predicted(asked: str, naps: dict[str, Any], tmp_path: Path) -> None:
+    """M = 16 on four processes, through the commands: profile, solve, run."""
+    write_sleep_model(tmp_path / "naps.py", **naps)
 
     def ratio() -> float:
         command(tmp_path, "profile naps.py --fresh --microbatch 1")
-        command(tmp_path, "solve --gpus 4 --pipeline 4 --data 1 --virtual 1 --schedule 1f1b --batch 16 --microbatch 1")
+        command(tmp_path, f"solve {asked} --microbatch 1")
         said = json.loads(command(tmp_path, "run plan.yaml --steps 8 --json"))
         return median(step["iteration_s"] for step in said["steps"][1:]) / said["predicted"]["iteration_s"]
 
