@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -69,7 +70,9 @@ class EagerReference:
             with mode, mode.apart(whole, self._seeding_whole(key)), self._autocast():
                 loss = self._model_file.loss(called(self.module, part.inputs), part.target)
             self.aligned &= mode.count == self._draws
-            loss.backward(torch.full_like(loss, 1 / count * scale))
+            again = _Again(mode.seeded)
+            with again, again.apart(whole):
+                loss.backward(torch.full_like(loss, 1 / count * scale))
             losses.append(loss.detach())
         return losses
 
@@ -100,6 +103,7 @@ class _Ordinals(TorchDispatchMode):
         self._before = before
         self._within = 0
         self.count = 0
+        self.seeded: _Seeded = {}
 
     @contextlib.contextmanager
     def apart(self, whole: Iterable[tuple[nn.Module, Sequence[str]]], enter: Callable[[str], None]) -> Iterator[None]:
@@ -111,7 +115,7 @@ class _Ordinals(TorchDispatchMode):
             def entering(module: nn.Module, given: Any, coming: Iterator[str] = coming) -> None:
                 self._within += 1
                 if self._within == 1:  # what is called within another is part of that one's call
-                    enter(next(coming))
+                    self._noted(enter, next(coming))
 
             handles.append(module.register_forward_pre_hook(entering, prepend=True))
             handles.append(module.register_forward_hook(self._leave, always_call=True))
@@ -125,22 +129,81 @@ class _Ordinals(TorchDispatchMode):
         self._within -= 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        may_draw = isinstance(func, OpOverload) and (
-            torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in ("aten", "prims")
-        )
-        if not may_draw or self._within:
+        if not _may_draw(func) or self._within:
             return func(*args, **(kwargs or {}))
-        self._before(self.count)
+        self._noted(self._before, self.count)
         before = _generator_states()
         output = func(*args, **(kwargs or {}))
         if not all(map(torch.equal, before, _generator_states())):
             self.count += 1
         return output
 
+    def _noted(self, seed: Callable[[Any], None], what: int | str) -> None:
+        """Seed, and note what the generators were before and are after, where that changed them."""
+        before = _generator_states()
+        seed(what)
+        after = _generator_states()
+        if not all(map(torch.equal, before, after)):
+            self.seeded[_bytes_of(before)] = (after, random.getstate())
+
+
+class _Again(TorchDispatchMode):
+    """For the backward, in which checkpoints run parts of the forward again: the seeds that these had the first time.
+
+    A checkpoint puts torch's generators back to where its part began; from there on they come by the same states, so
+    that each tells what it was seeded with.
+    """
+
+    def __init__(self, seeded: _Seeded) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seeded = seeded
+
+    @contextlib.contextmanager
+    def apart(self, whole: Iterable[tuple[nn.Module, Sequence[str]]]) -> Iterator[None]:
+        """Within it these modules are seeded as they are entered."""
+        handles = [module.register_forward_pre_hook(self._enter, prepend=True) for module, _ in whole]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, module: nn.Module, given: Any) -> None:
+        self._seed()
+
+    def _seed(self) -> None:
+        found = self._seeded.get(_bytes_of(_generator_states()))
+        if found is not None:
+            for generator, state in zip(_generators(), found[0], strict=True):
+                generator.set_state(state)
+            random.setstate(found[1])
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _may_draw(func):
+            self._seed()
+        return func(*args, **(kwargs or {}))
+
+
+_Seeded = dict[bytes, tuple[list[Tensor], Any]]
+"""States of torch's generators -> what they, and Python's, were then put to."""
+
+
+def _may_draw(func: Any) -> bool:
+    return isinstance(func, OpOverload) and (
+        torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in ("aten", "prims")
+    )
+
+
+def _generators() -> tuple[torch.Generator, ...]:
+    return (torch.default_generator, *(torch.cuda.default_generators if torch.cuda.is_initialized() else ()))
+
 
 def _generator_states() -> list[Tensor]:
-    cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
-    return [generator.get_state() for generator in (torch.default_generator, *cuda)]
+    return [generator.get_state() for generator in _generators()]
+
+
+def _bytes_of(states: list[Tensor]) -> bytes:
+    return b"".join(state.numpy().tobytes() for state in states)
 
 
 class _Recorder(RandomKey):
