@@ -13,7 +13,7 @@ from torch import fx, nn
 from planner.capture import layers as cutting
 from planner.capture.batch import Batch, leaves
 from planner.capture.dataflow import Dataflow, Kind, analyse
-from planner.capture.export import Lifted, Role
+from planner.capture.export import Lifted, Role, opaque_call
 from planner.capture.layers import Granularity, Segment
 from planner.capture.trace import Trace, trace
 from planner.capture.weightless import Fakes
@@ -78,7 +78,7 @@ def _settled(lifted: Lifted, module: nn.Module, batch: Batch, cut: _Cut, fakes: 
     while True:
         seen = trace(lifted, parameters, buffers, leaves(batch), fakes)
         flow = analyse(lifted, seen)
-        if _copy_changed_inputs(lifted, seen, flow):
+        if _copy_changed_inputs(lifted, seen, flow) or _copy_saved_buffers(lifted, seen, flow):
             continue
         live = [node for node in flow.live if flow.kinds[node] is Kind.ACTIVATION and node.op != "placeholder"]
         parts = cut(live, seen, flow)
@@ -162,6 +162,29 @@ def _copy_changed_inputs(lifted: Lifted, seen: Trace, flow: Dataflow) -> bool:
     for node in changed:
         _insert_copy(lifted, node, after=last, readers=list(node.users))
     return bool(changed)
+
+
+def _copy_saved_buffers(lifted: Lifted, seen: Trace, flow: Dataflow) -> bool:
+    """What an op keeps of a buffer for its backward is a copy, where a later micro-batch's forward changes the buffer.
+
+    Kernels that keep and change one (batch norm's) do as they do: in training they do not look at what they kept.
+    """
+    changed = {
+        storage
+        for node, (role, name) in lifted.roles.items()
+        if role is Role.BUFFER and name in flow.changed_buffers
+        for storage in seen.facts[node].storages
+    }
+    found = [
+        (node, used)
+        for node in flow.live
+        if node.op == "call_function" and opaque_call(node) is None and (kept := seen.facts[node].saved & changed)
+        for used in node.all_input_nodes
+        if seen.facts[used].storages & kept and not any(node in flow.writers.get(storage, ()) for storage in kept)
+    ]
+    for node, used in found:
+        _insert_copy(lifted, used, after=node.prev, readers=[node])
+    return bool(found)
 
 
 def _copy_gapped(

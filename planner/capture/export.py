@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,11 +21,14 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.nn.modules import transformer
 
+from planner.capture.attributes import Attributes, is_repeatable
 from planner.capture.batch import Batch, leaves, rebuilt
 from planner.capture.made_up import computing
 from planner.capture.model_file import ModelFile, user_line
 from planner.capture.opaque import OPAQUE, OpaqueCall, Returned, StandIns, function_of, returned_by
+from planner.capture.seeds import RandomStream
 from planner.capture.values import HiddenTensorError
 from planner.capture.watch import LOSS, Watch, reached_apart
 from planner.capture.weightless import Fakes
@@ -91,8 +95,10 @@ class WithLoss(nn.Module):
 
     def forward(self, inputs: Any, target: Any) -> Tensor:
         """The scalar loss of one batch."""
+        self.watch.begin()
         loss = self.model_file.loss(called(self.model, inputs), target)
         self.watch.look(loss)
+        self.watch.end()
         return loss
 
 
@@ -112,18 +118,28 @@ def export(model: nn.Module, model_file: ModelFile, batch: Batch, fakes: Fakes |
     What torch.export cannot take or would lose is kept whole, in the smallest module around it: export is tried again
     until nothing is found any more. ``fakes``: where the model has no weights.
     """
+    with Attributes(model) as attributes:
+        lifted = _export(model, model_file, batch, fakes, attributes)
+        if attributes.changed and fakes is None:
+            _refuse_state(model, model_file, batch, attributes)
+    return lifted
+
+
+def _export(
+    model: nn.Module, model_file: ModelFile, batch: Batch, fakes: Fakes | None, attributes: Attributes
+) -> Lifted:
     whole = _whole(model, model_file.leaves)
     while True:
         returned: Mapping[str, list[Returned | HiddenTensorError]] = {}
         if whole:
             try:
-                returned = _returned(model, model_file, batch, whole, fakes)
+                returned = _returned(model, model_file, batch, whole, fakes, attributes)
             except _StoppedError as stopped:
                 whole = _whole(model, whole | stopped.modules)
                 continue
             _refuse_uncalled(model_file, model, whole, returned)
         stand_ins = StandIns(model=model, names=whole, returned=returned)
-        watch = Watch(model, whole)
+        watch = Watch(model, whole, attributes)
         try:
             exported = _exported(model, model_file, batch, stand_ins, watch, fakes)
         except Exception as error:
@@ -150,7 +166,7 @@ def _exported(
     apart = rebuilt(batch, copies)
     wrapper = WithLoss(model, model_file, watch).train()
     faked = contextlib.nullcontext() if fakes is None else fakes.exporting(model)
-    with _quiet(io.StringIO()), faked, stand_ins.placed(), watch.watching():
+    with _quiet(io.StringIO()), faked, stand_ins.placed(), watch.watching(), masks_unlooked_at():
         return torch.export.export(wrapper, (apart.inputs, apart.target), strict=False)
 
 
@@ -181,14 +197,20 @@ class _StoppedError(Exception):
 
 
 def _returned(
-    model: nn.Module, model_file: ModelFile, batch: Batch, whole: frozenset[str], fakes: Fakes | None
+    model: nn.Module,
+    model_file: ModelFile,
+    batch: Batch,
+    whole: frozenset[str],
+    fakes: Fakes | None,
+    attributes: Attributes,
 ) -> Mapping[str, list[Returned | HiddenTensorError]]:
     """What each call of each module gives in an eager run. Raises _StoppedError where fakes cannot tell."""
-    watch = Watch(model, whole)
+    watch = Watch(model, whole, attributes)
 
     def run() -> None:
         if fakes is None:
             model_file.loss(called(model, batch.inputs), batch.target)
+            attributes.look()
             return
         with computing(fakes, model, {name: model.get_submodule(name) for name in whole}), watch.watching():
             inputs, target = rebuilt(batch, map(fakes.of_leaf, leaves(batch)))
@@ -202,6 +224,28 @@ def _returned(
         if fakes is not None and watch.innermost:
             raise _StoppedError(_alike(model, watch.innermost)) from fault
         raise model_file.raised(fault, "model()'s forward") from fault
+
+
+def _refuse_state(model: nn.Module, model_file: ModelFile, batch: Batch, attributes: Attributes) -> None:
+    """Refuse a model whose forward hangs on what earlier ones left in attributes."""
+
+    def loss() -> Tensor:
+        found: list[Tensor] = []
+
+        def run() -> None:
+            with RandomStream(0):
+                found.append(model_file.loss(called(model, batch.inputs), batch.target).detach())
+
+        returned_by(model, run, ())
+        return found[0]
+
+    if not is_repeatable(loss):
+        module, names = next(iter(attributes.changed.items()))
+        raise InputError(
+            f"{model_file.path}: a forward hangs on what the one before left in {module or 'model()'}, in an attribute "
+            f"that is no buffer ({', '.join(names)})",
+            hint=f"make it a tensor, self.register_buffer({names[0]!r}, ...), and change it in forward() as before",
+        )
 
 
 def _refuse_uncalled(
@@ -255,6 +299,28 @@ def _refusal(
 
 _VALUES_WANTED = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
 """What fakes raise where they would need values."""
+
+
+_patching = threading.Lock()
+
+
+@contextlib.contextmanager
+def masks_unlooked_at() -> Iterator[None]:
+    """Within it nn.TransformerEncoder and -Decoder do not branch on whether the values of a mask are causal.
+
+    A mask is then passed on as it is, which means the same; where it is a constant, masks.py finds out what it says.
+    """
+    looks = transformer._detect_is_causal_mask
+
+    def told(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+        return is_causal is True
+
+    with _patching:
+        transformer._detect_is_causal_mask = told
+        try:
+            yield
+        finally:
+            transformer._detect_is_causal_mask = looks
 
 
 @contextlib.contextmanager

@@ -27,6 +27,9 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.jit._script import RecursiveScriptModule
+from torch.jit._trace import TopLevelTracedModule
+from torch.nn.parameter import is_lazy
 
 from planner.capture.batch import Batch, check, shown
 from planner.capture.seeds import RandomStream, folded
@@ -57,6 +60,16 @@ class ModelFile:
         made = self._call("model")
         if not isinstance(made, nn.Module):
             raise self.fault("model", f"returned {shown(made)}, no module", "return a torch.nn.Module")
+        for name, part in made.named_modules():
+            if isinstance(part, RecursiveScriptModule) and not isinstance(part, TopLevelTracedModule):
+                place = f"scripted its module {name}" if name else "returned a scripted module"
+                raise self.fault("model", place, "take the module itself, without torch.jit.script")
+        if shapeless := next((name for name, one in made.named_parameters() if is_lazy(one)), None):
+            raise self.fault(
+                "model",
+                f"gave {shapeless} no shape yet",
+                "call the module in model(), once, on inputs as batch() has them",
+            )
         if not any(True for _ in made.parameters()):
             raise self.fault("model", "returned a module without parameters", "there is nothing to train")
         if not any(parameter.requires_grad for parameter in made.parameters()):
@@ -171,7 +184,10 @@ class ModelFile:
         """The user's exception as one line, at the line of the file where it came through."""
         line = user_line(error, self.path)
         where = f"{self.path}:{line}: {function}()" if line else self.place(function)
-        return InputError(f"{where} raised {_said(error)}", hint="mend it in the model file")
+        hint = "mend it in the model file"
+        if "more than 1 value per channel" in str(error):
+            hint = "batch norm needs more samples in a micro-batch, such as --microbatch 2,4"
+        return InputError(f"{where} raised {_said(error)}", hint=hint)
 
 
 def load_model_file(path: Path) -> ModelFile:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.capture.values import HiddenTensorError, Template, taken_apart
+from planner.capture.watch import same_kind
 from planner.errors import RunError
 
 _library = torch.library.Library("pipeplan", "DEF")
@@ -87,9 +88,13 @@ class _Bound:
             if tensor is not None
         ]
         self._recurrent = [part for part in self.module.modules() if isinstance(part, nn.RNNBase)]
+        self._changed: set[int] = set()  # buffers that a call was seen to change in place, by number
 
     def __call__(self, given: list[Tensor], parameters: list[Tensor], buffers: list[Tensor]) -> list[Tensor]:
         tensors = [*parameters, *buffers]
+        for number in self._changed:  # a backward may need what is there now, when later calls have changed it
+            tensors[number] = tensors[number].clone()
+        versions = [tensor._version for tensor in tensors]
         for held, name, number in self._places:
             held[name] = tensors[number]  # type: ignore[assignment]
         for part in self._recurrent:  # which keep their weights in a list of their own too
@@ -100,8 +105,14 @@ class _Bound:
             value = held[name]
             if value is not tensors[number] and value is not None:  # a buffer assigned anew in forward
                 with torch.no_grad():
-                    tensors[number].copy_(value)
+                    tensors[number].copy_(same_kind(name, self.module, value, tensors[number]))
                 held[name] = tensors[number]  # type: ignore[assignment]
+        for number, tensor in enumerate(buffers, len(parameters)):
+            if number in self._changed:
+                with torch.no_grad():
+                    tensor.copy_(tensors[number])
+            elif tensor._version != versions[number]:
+                self._changed.add(number)
         made, template = taken_apart(output)
         self._call.check(made, template)
         return made

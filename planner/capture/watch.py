@@ -1,5 +1,9 @@
 """What a model does while it is exported, module by module: which one runs, and what the graph would lose of it.
 
+Buffers that a module assigns anew (``self.seen = self.seen + 1``) are lost too; the new value is written into the old
+buffer instead, as the module is left.
+
+
 Lost are backwards of custom autograd Functions (Python or C++), found by the nodes that they leave in the autograd
 graph, and numbers drawn from Python's or NumPy's generators, which a graph freezes, found by the generators' states:
 both are looked for whenever a module is entered or left. Hooks on gradients are seen as they are put there. All is put
@@ -17,7 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from planner.capture.attributes import Attributes
 from planner.capture.values import tensors_within
+from planner.errors import InputError
 
 LOSS = None
 """The place of what happens in no module: the user's loss()."""
@@ -29,12 +35,14 @@ class Watch:
     ``lost``: module (None: the loss) -> what of it the graph would lose, in words.
     """
 
-    def __init__(self, model: nn.Module, opaque: frozenset[str]) -> None:
+    def __init__(self, model: nn.Module, opaque: frozenset[str], attributes: Attributes) -> None:
         self._model = model
+        self._attributes = attributes
         self._opaque = opaque
         self._running: list[str | None] = [LOSS]
         self._seen: set[Any] = set()
         self._drawn = _generators()
+        self._buffers: dict[nn.Module, dict[str, Tensor | None]] = {}
         self.lost: dict[str | None, str] = {}
 
     @property
@@ -66,6 +74,29 @@ class Watch:
             Tensor.register_hook = register  # type: ignore[method-assign]
             for handle in handles:
                 handle.remove()
+            for module, buffers in self._buffers.items():
+                module._buffers.update({name: None for name, buffer in buffers.items() if buffer is None})
+
+    def begin(self) -> None:
+        """The buffers are now those that the graph has."""
+        modules = (module for module in self._model.modules() if not isinstance(module, torch.jit.ScriptModule))
+        self._buffers = {module: dict(module._buffers) for module in modules}
+
+    def end(self) -> None:
+        """The forward is over: what was assigned to buffers from outside their modules is written too."""
+        self._write_buffers(self._model)
+        self._attributes.look()
+
+    def _write_buffers(self, module: nn.Module) -> None:
+        """Those of ``module`` and of all within it."""
+        for part in module.modules():
+            for name, before in self._buffers.get(part, {}).items():
+                now = part._buffers.get(name)
+                if before is None or now is None:
+                    continue  # made in the forward, and again in the next
+                if now is not before:
+                    part._buffers[name] = before
+                    before.copy_(same_kind(name, part, now.detach(), before))
 
     def look(self, value: Any) -> None:
         """Put what is new since the last look down to the module that runs; ``value``: what it gives or takes."""
@@ -96,9 +127,21 @@ class Watch:
             while self._running[-1] != name:  # left by exceptions that the model itself catches
                 self._running.pop()
             self.look(output)
+            self._write_buffers(module)
             self._running.pop()
 
         return hook
+
+
+def same_kind(name: str, module: nn.Module, value: Tensor, buffer: Tensor) -> Tensor:
+    """``value``, which ``module`` assigns to its buffer. Raises InputError where that is of another shape or dtype."""
+    if (value.shape, value.dtype) != (buffer.shape, buffer.dtype):
+        kinds = [f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}" for one in (buffer, value)]
+        raise InputError(
+            f"{type(module).__name__} assigns {kinds[1]} to its buffer {name} in forward(), which was {kinds[0]}",
+            hint="keep its shape and dtype: each micro-batch changes the buffer of the one before",
+        )
+    return value
 
 
 def reached_apart(model: nn.Module, whole: Set[nn.Module]) -> set[nn.Module]:

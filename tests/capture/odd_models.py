@@ -1,0 +1,175 @@
+"""Small models that do what few do: state in buffers, checkpoints, masks. Each is the text of a model file."""
+
+from __future__ import annotations
+
+HEAD = """import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+"""
+
+ROWS = """
+def batch(size):
+    return torch.randn(size, 8), torch.randint(4, (size,))
+def loss(output, target):
+    return F.cross_entropy(output, target)
+"""
+
+TOKENS = """
+def batch(size):
+    ids = torch.randint(1, 50, (size, 12))
+    ids[:, -2:] = 0
+    return ids, torch.randint(50, (size, 12))
+def loss(output, target):
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+"""
+
+
+def _block(text: str, *, before: str = "") -> str:
+    """Two of a class ``Block`` among linear layers."""
+    return f"""{HEAD}
+{before}
+class Block(nn.Module):
+{text}
+def model():
+    return nn.Sequential(nn.Linear(8, 8), Block(), nn.ReLU(), nn.Linear(8, 8), Block(), nn.Linear(8, 4))
+{ROWS}"""
+
+
+def _encoder(given: str) -> str:
+    return f"""{HEAD}
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(50, 32)
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 4)
+        self.head = nn.Linear(32, 50)
+    def forward(self, ids):
+        mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1])
+        return self.head(self.encoder(self.embed(ids), {given}))
+def model():
+    return Net()
+{TOKENS}"""
+
+
+def _checkpointed(call: str) -> str:
+    return _block(f"""
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.drop = nn.Linear(8, 16), nn.Linear(16, 8), nn.Dropout(0.2)
+        self.parts = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2)) for _ in range(4)))
+    def inner(self, x):
+        return x + self.drop(self.b(self.drop(self.a(x).relu())))
+    def forward(self, x):
+        return {call}
+""")
+
+
+ODD_MODELS: dict[str, str] = {
+    "checkpoint": _checkpointed("self.parts(x) + checkpoint(self.inner, x, use_reentrant=False)"),
+    "checkpoint_reentrant": _checkpointed("self.parts(x) + checkpoint(self.inner, x, use_reentrant=True)"),
+    "checkpoint_sequential": _checkpointed(
+        "self.inner(x) + checkpoint_sequential(self.parts, 2, x, use_reentrant=False)"
+    ),
+    "checkpoint_branch": _block(
+        """
+    def __init__(self):
+        super().__init__()
+        self.branch = Branch()
+    def forward(self, x):
+        return x + checkpoint(self.branch, x, use_reentrant=False)
+""",
+        before="""
+class Branch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.drop = nn.Linear(8, 8), nn.Dropout(0.2)
+    def forward(self, x):
+        return self.drop(self.a(x)) if x.sum() < 1e9 else x
+""",
+    ),
+    "counter": _block("""
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.ones(()))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.a = nn.Linear(8, 8)
+    def forward(self, x):
+        self.seen += 1
+        self.steps += 1
+        return self.a(x) / self.seen + x * self.steps
+"""),
+    "counter_branch": _block("""
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.ones(3))
+        self.a = nn.Linear(8, 8)
+    def forward(self, x):
+        self.seen.add_(1)
+        return self.a(x) / self.seen[1] if x.sum() < 1e9 else x
+"""),
+    "statistics": _block("""
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("stats", torch.ones(2, 8))
+        self.a, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+    def forward(self, x):
+        with torch.no_grad():
+            self.stats[0].mul_(0.9).add_(0.1 * x.mean(0))
+            self.stats[1].mul_(0.9).add_(0.1 * x.var(0))
+        return self.norm(self.a((x - self.stats[0]) * self.stats[1]))
+"""),
+    "assigned": _block(
+        """
+    def __init__(self):
+        super().__init__()
+        self.inner, self.b = Mean(), nn.Linear(8, 8)
+        self.register_buffer("seen", torch.zeros(1))
+    def forward(self, x):
+        y = self.inner(x)
+        self.inner.mean = self.inner.mean * 0.5 + 1
+        self.seen = self.seen + y.detach().abs().mean()
+        return self.b(y) + self.seen + self.inner.mean
+""",
+        before="""
+class Mean(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.ones(8))
+        self.register_buffer("cache", None, persistent=False)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.a = nn.Linear(8, 8)
+    def forward(self, x):
+        if self.cache is None:
+            self.cache = torch.arange(8.0) / 8
+        self.steps = self.steps + 1
+        y = self.a(x) * self.cache
+        self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+        return y / self.mean * self.steps
+""",
+    ),
+    "put_aside": _block("""
+    def __init__(self):
+        super().__init__()
+        self.a, self.last, self.calls = nn.Linear(8, 8), None, 0
+    def forward(self, x):
+        self.last, self.aside = self.a(x), x.detach()
+        self.calls += 1
+        return self.last + self.last.square().mean()
+"""),
+    "encoder_mask": _encoder("mask=mask"),
+    "encoder_padding": _encoder("mask=mask, src_key_padding_mask=ids == 0"),
+    "decoder_mask": f"""{HEAD}
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(50, 32), nn.Linear(32, 50)
+        self.transformer = nn.Transformer(32, 4, 2, 2, 64, batch_first=True)
+    def forward(self, ids):
+        mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1])
+        x = self.embed(ids)
+        return self.head(self.transformer(x, x.flip(1), tgt_mask=mask, src_key_padding_mask=ids == 0))
+def model():
+    return Net()
+{TOKENS}""",
+}

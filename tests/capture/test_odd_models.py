@@ -1,0 +1,116 @@
+"""Models that do what few do: cut anywhere they train as whole, and as plain PyTorch trains them."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from planner.capture import EagerReference, capture, load_model_file
+from planner.errors import InputError
+from tests.capture.odd_models import HEAD, ODD_MODELS, ROWS
+from tests.capture.pipelines import Pipeline, Trained, differences, even_cut, gpipe, one_f_one_b
+
+MICROBATCHES = 3
+TO_ROUNDING: dict[str, str] = {}
+"""Those that plain PyTorch trains alike but for rounding, and why."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ODD_MODELS)
+def test_cut_anywhere_it_trains_as_plain_pytorch(name: str, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    path = tmp_path / f"odd_{name}.py"
+    path.write_text(ODD_MODELS[name])
+    captured = capture(load_model_file(path), microbatch_size=2)
+    batch = next(captured.model_file.data(2 * MICROBATCHES))
+    whole = Pipeline(captured, even_cut(captured, 1)).step(batch, MICROBATCHES, actions=gpipe(1, MICROBATCHES))
+    assert len(captured.layers) > 1
+    cuts = [count for count in (2, 4) if count <= len(captured.layers)]
+    for stages, split, recompute in itertools.product(cuts, (False, True), (False, True)):
+        order = one_f_one_b if split else gpipe
+        pipeline = Pipeline(captured, even_cut(captured, stages), recompute=recompute)
+        step = pipeline.step(batch, MICROBATCHES, actions=order(stages, MICROBATCHES, split=split))
+        assert differences(whole, step) == [], (stages, split, recompute)
+    eager = EagerReference(captured)
+    losses = eager.step(batch, seed=7, step=0)
+    plain = Trained(
+        losses,
+        {name: parameter.grad for name, parameter in eager.module.named_parameters()},
+        dict(eager.module.named_buffers()),
+    )
+    assert eager.aligned
+    found = differences(whole, plain)
+    if name not in TO_ROUNDING:
+        assert found == []
+    for one in found:
+        torch.testing.assert_close(whole.gradients[one], plain.gradients[one], rtol=1e-4, atol=1e-6)
+
+
+def _refused(folder: Path, text: str) -> str:
+    path = folder / "refused.py"
+    path.write_text(text)
+    with pytest.raises(InputError) as caught:
+        capture(load_model_file(path), microbatch_size=2)
+    line = str(caught.value)
+    assert line.startswith(str(path))
+    assert "\n" not in line
+    return line.removeprefix(str(path))
+
+
+def _with(block: str, model: str) -> str:
+    return f"{HEAD}{block}\ndef model():\n    {model}\n{ROWS}"
+
+
+STATE = """
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.mean, self.calls = nn.Linear(8, 8), torch.zeros(8), 0
+    def forward(self, x):
+        y = self.a(x)
+        {change}
+        return y - self.mean + self.calls
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [("self.mean = 0.9 * self.mean + y.detach().mean(0)", "mean"), ("self.calls += 1", "calls")],
+)
+def test_state_that_is_no_buffer_is_refused(change: str, names: str, tmp_path: Path) -> None:
+    """A graph would do for ever what the first forward did."""
+    text = _with(STATE.format(change=change), "return nn.Sequential(nn.Linear(8, 8), Block(), nn.Linear(8, 4))")
+    line = _refused(tmp_path, text)
+    assert f"what the one before left in 1, in an attribute that is no buffer ({names})" in line
+    assert f"self.register_buffer('{names}', ...)" in line
+
+
+def test_a_buffer_that_grows_is_refused(tmp_path: Path) -> None:
+    block = STATE.format(change="self.seen = torch.cat([self.seen, y.detach().mean().reshape(1)])")
+    block = block.replace(
+        "torch.zeros(8), 0\n", "torch.zeros(8), 0\n        self.register_buffer('seen', torch.ones(1))\n"
+    )
+    line = _refused(tmp_path, _with(block, "return nn.Sequential(nn.Linear(8, 8), Block(), nn.Linear(8, 4))"))
+    assert "Block assigns float32[2] to its buffer seen in forward(), which was float32[1]; keep its shape" in line
+
+
+@pytest.mark.parametrize(
+    ("model", "fact", "mend"),
+    [
+        ("return nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 4))", "gave 0.weight no shape yet", "call the module in"),
+        (
+            "return nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.Linear(8, 4)))",
+            "scripted its module 1",
+            "without torch.jit.script",
+        ),
+        ("return torch.jit.script(nn.Linear(8, 4))", "returned a scripted module", "without torch.jit.script"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
+def test_modules_that_cannot_be_taken_as_they_are(model: str, fact: str, mend: str, tmp_path: Path) -> None:
+    line = _refused(tmp_path, _with("", model))
+    assert f": model() {fact}; " in line
+    assert mend in line
