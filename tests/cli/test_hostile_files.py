@@ -104,7 +104,9 @@ def _tried(folder: Path, file: str, words: str, contents: Iterator[bytes]) -> No
             assert after[file] == content
             assert after.keys() == before.keys(), "nothing is left over"
             if answer.code:
-                refused(answer, code=answer.code)
+                # what a run has to say of its plan comes before the error
+                last = answer.err.splitlines(keepends=True)[-1] if words.startswith("run") else answer.err
+                refused(answer._replace(err=last), code=answer.code)
                 assert answer.code in (2, 3), answer
                 assert len(answer.err) < 1_100, "an error is a line that can be read"
                 assert after == before, "what was there before is there still"
