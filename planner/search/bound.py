@@ -13,6 +13,7 @@ over sends, returns, F -> B or I and I -> W, and what surely follows (all-reduce
                 all-reduces follow one another: the least over all orders (a recursion over sets of stages)
     slot rows   where at most d micro-batches fit between F and B of a rank's only stage, with round trip RTT:
                 T >= head(F) + ceil(M/d) · RTT + tail,  T >= head(B) + M · B + (M-d) · F + tail  (split: I + W for B)
+    drain rows  once the last F of a stage has begun, a rank has no more left to do than what its memory holds (drain)
 """
 
 from __future__ import annotations
@@ -20,17 +21,20 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from planner.cluster import memory_limit
 from planner.graph import Stage
+from planner.search.drain import Piece, most_s, pieces
 from planner.simulate import Job, Walk
 from planner.simulate.closing import all_reduce_s, tied_sum_s, trainable_bytes
 from planner.simulate.costs import Handover, Links
 from planner.simulate.memory import resident_bytes
 
 _Node = tuple[str, int]
+_AN_INSTANT: Final = 1e-6
+"""Of the bound so far: what lasts no longer is not taken to hold anything for sure."""
 MOST_SETS: Final = 5
 """Stages of a rank of whose sets all are gone through."""
 
@@ -72,6 +76,7 @@ class _CutBound:
         self.bound_s = max(
             [*self._rank_rows(), *self._link_rows(), *self._slot_rows(), *self._start_rows(), *self._closing_rows()]
         )
+        self.bound_s = max([self.bound_s, *self._drain_rows()])
 
     def _add_stage(self, stage: int) -> None:
         cost, sends, returns = self.walk.durations[stage], self.walk.sends[stage], self.walk.returns[stage]
@@ -188,6 +193,56 @@ class _CutBound:
                 after = min(self.tail[back, s.stage] for s in among) if self.fused else self.post_s[rank]
                 made.append(self.head[back, lowest.stage] + works - begun + after)
         return made
+
+    def _drain_rows(self) -> list[float]:
+        """Once the last F of a stage has begun, its rank has no more left than what its memory holds: see drain."""
+        limit, made = memory_limit(self.job.cluster), [0.0]
+        for rank in range(self.job.num_ranks) if limit is not None and math.isfinite(self.bound_s) else ():
+            own = [stage for stage in self.stages if stage.rank == rank]
+            room = float(limit or 0) - resident_bytes(self.job, rank)
+            for last in own:
+                if self.seconds["F", last.stage] > _AN_INSTANT * self.bound_s:  # what lasts no time holds nothing
+                    made += self._drains(own, last, room - last.workspace_bytes)
+        return made
+
+    def _drains(self, own: Sequence[Stage], last: Stage, room: float) -> Iterator[float]:
+        """The rows of one rank after the last F of a stage of it: from each head on, and from the first I of some."""
+        count, back, pivot = self.job.num_microbatches, "B" if self.fused else "I", ("F", last.stage)
+        begun = {stage.stage for stage in own if self._leads(("F", stage.stage), pivot)}
+        among = [s for s in own if s.stage in begun or self._leads(("F", s.stage), (back, last.stage))]
+        follows = self.seconds[pivot] + self.tail[pivot]
+
+        def left_s(counted: set[_Node]) -> float:
+            seconds = {node: self.seconds[node] for stage in among for node in self._actions(stage.stage)}
+            seconds = {node: lasts for node, lasts in seconds.items() if node in counted}
+            between = sum(lasts for node, lasts in seconds.items() if node[1] not in begun)
+            held: list[Piece] = []
+            for stage in among:
+                k = stage.stage
+                held += pieces(
+                    stage,
+                    backward_s=seconds.get((back, k), 0.0),
+                    weight_s=None if self.fused else seconds.get(("W", k), 0.0),
+                    between_s=between if stage is last else 0.0,
+                )
+            return most_s(held, room, count) + seconds.get(pivot, 0.0)
+
+        nodes = [node for stage in among for node in self._actions(stage.stage)]
+        for start in {self.head[node] for node in nodes}:
+            counted = {node for node in nodes if self.head[node] >= start}
+            works = count * sum(self.seconds[node] for node in counted) - left_s(counted)
+            if works > _AN_INSTANT * self.bound_s:
+                yield start + works + follows
+        by_head = sorted(among, key=lambda stage: -self.head[back, stage.stage])
+        for place, lowest in enumerate(by_head):
+            some = by_head[: place + 1]
+            counted = {node for stage in some for node in self._actions(stage.stage)}
+            works = count * sum(self.seconds[node] for node in counted) - left_s(counted)
+            works -= _most_forward_s(
+                some, [self.seconds["F", s.stage] for s in some], room + last.workspace_bytes, count
+            )
+            if works > _AN_INSTANT * self.bound_s:
+                yield self.head[back, lowest.stage] + works + follows
 
     def _actions(self, stage: int) -> list[_Node]:
         """The actions of a stage."""

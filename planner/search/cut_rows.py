@@ -7,8 +7,8 @@ With heads and tails as in planner.search.bound, per rank with stages k0 < k1 < 
     links       per ordered pair of ranks: T >= first message's start + M · (seconds of all messages) + what follows
     reduces     the rank's stages end in some order, each with all that leads to it, and so do their all-reduces one
                 after another: the least over all orders (a recursion over sets of stages)
-    start       T >= head(I of ka) + M · (work of the stages up to ka) - the F's of these that memory holds at once
 
+What a rank's memory bounds stands in memory_rows.
 A linear program over stages knows neither what crosses a boundary nor what a stage reduces: these rows do.
 """
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -56,6 +57,8 @@ class ChainSums:
         self.trainable: Final = _sums(_untied(layers))
         self.fixed: Final = _sums(_always(layers))
         self.saved: Final = _sums(np.array([float(cost.saved_bytes) for cost in layers.costs]))
+        self.saved_for_weight: Final = _sums(np.array([float(cost.saved_for_weight_bytes) for cost in layers.costs]))
+        self.saved_again: Final = _saved_again(layers)
         self.links: Final = [self._link(one, other) for one, other in zip(self.rank_of, self.rank_of[1:], strict=False)]
         self.step_s: Final = layers.graph.profile.optimizer.step_s_per_trainable_byte
         data, tensor = configuration.data, layers.tensor
@@ -68,6 +71,17 @@ class ChainSums:
         if one == other:
             return None
         return link_between(one, other, data=self.shape.data, tensor=self.layers.tensor, cluster=self.cluster)
+
+
+def _saved_again(layers: LayerFigures) -> Floats:
+    """Per boundary the bytes that a stage behind it saves of what comes over it, and another one has made."""
+    following = {source: (place, target) for place, (source, target) in enumerate(pairwise(layers.spine), start=1)}
+    made = np.zeros(len(layers.spine) + 1)
+    for tensor in layers.graph.tensors:
+        place, target = following.get(tensor.source, (0, -1))
+        if any(reader.layer == target and reader.saved for reader in tensor.readers):
+            made[place] += tensor.bytes(layers.microbatch_size, layers.tensor)
+    return made
 
 
 def _untied(layers: LayerFigures) -> Floats:
@@ -333,30 +347,3 @@ class CutRows:
             made = made + np.where(reached, self.input[k], 0.0)
             made = made + (self.forward[k] if place <= max(among) else np.where(reached, self.forward[k], 0.0))
         return made
-
-    def start_rows(self, own: Sequence[int]) -> Iterator[Floats]:
-        """What is left once a rank's memory is full of what its first F's save."""
-        if self.cuts.limit is None or True in self.cuts.choices:
-            return  # a stage that recomputes saves less
-        room = self.cuts.limit - self.fixed_bytes(own)
-        for place, highest in enumerate(own):
-            among = own[: place + 1]
-            works = self.cuts.count * _total([self.forward[k] + self.input[k] + self.weight[k] for k in among])
-            begun = self._most_forward(among, room)
-            first = np.minimum(self.heads_back[own[0]], self.heads_back[highest])
-            yield first + works - begun + self.after_rank[self.cuts.rank_of[own[0]]]
-
-    def _most_forward(self, stages: Sequence[int], room: Floats) -> Floats:
-        """The most seconds of F, at most M a stage, whose saved bytes a room holds: a fractional knapsack."""
-        saved = np.stack([self.between(self.cuts.saved, k) for k in stages])
-        forward = np.stack([self.forward[k] for k in stages])
-        with np.errstate(divide="ignore", invalid="ignore"):
-            dear = np.where(forward > 0, saved / forward, np.inf)
-            order = np.argsort(dear, axis=0, kind="stable")
-            most, left = np.zeros(len(self.marks)), np.maximum(room, 0.0)
-            for place in range(len(stages)):
-                size = np.take_along_axis(saved, order[place : place + 1], axis=0)[0]
-                lasts = np.take_along_axis(forward, order[place : place + 1], axis=0)[0]
-                many = np.where(size > 0, np.minimum(self.cuts.count, left / size), self.cuts.count)
-                most, left = most + many * lasts, left - many * size
-        return most

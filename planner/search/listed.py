@@ -2,7 +2,7 @@
 
 Boundaries are set from the first stage on; what is begun is left as soon as one of its ranks or links is over the time,
 what a rank holds at all times does not fit, or the ranks together have too little left for the layers to come. What
-bounds a whole cut stands in cut_rows.
+bounds a whole cut stands in cut_rows, and in memory_rows.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 from planner.search.cut_rows import ChainSums, CutRows
 from planner.search.figures import LayerFigures
 from planner.search.lattice import Bools, Floats, Ints
+from planner.search.memory_rows import memory_row
 from planner.search.space import Configuration
 
 MOST_STAGES: Final = 40
@@ -137,7 +138,7 @@ class ChainCuts:
         cut.follow()
         for rank, own in enumerate(sums.own):
             bounds = np.where(cut.fits(own), bounds, math.inf)
-            for row in (*cut.rank_rows(own), cut.reduced(rank, own), *cut.start_rows(own)):
+            for row in (*cut.rank_rows(own), cut.reduced(rank, own), memory_row(cut, own)):
                 bounds = np.maximum(bounds, row)
         for row in cut.busy((dict(enumerate(cut.tails)), dict(enumerate(cut.tails_back)))).values():
             bounds = np.maximum(bounds, row)

@@ -82,11 +82,11 @@ def check_that_no_order_is_faster(seed: int) -> None:
         job = case.job(every[place].tolist(), again)
         for split in (False,) if fused else (False, True):
             assert fits(job, random_order(case.rng, job, split=split)) >= bounds[place] * (1 - 1e-6)
-        if case.memory is None and not any(again):
-            alone = cut_bound(Walk(job), fused=fused)
+        alone = cut_bound(Walk(job), fused=fused)
+        if np.isfinite(bounds[place]):  # the least over all choices of who recomputes
             assert bounds[place] <= alone * (1 + 1e-9)
-            if case.is_plain and True not in case.recompute:
-                assert bounds[place] == pytest.approx(alone, rel=1e-9)
+        if case.memory is None and case.is_plain and True not in case.recompute:
+            assert bounds[place] == pytest.approx(alone, rel=1e-9)
 
 
 @given(seed=st.integers(0, 10**9))
