@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeGuard
 
 import torch
 from torch import Tensor
@@ -103,11 +103,11 @@ class CpuMeter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op and count what it made; storages it was given and never made here are not ours."""
         kwargs = kwargs or {}
-        given = {storage_of(leaf) for leaf in tree_leaves((args, kwargs)) if _counts(leaf)}
+        given = {storage_of(leaf) for leaf in tree_leaves((args, kwargs)) if counts(leaf)}
         self._prune()
         made = func(*args, **kwargs)
         for leaf in tree_leaves(made):
-            if _counts(leaf):
+            if counts(leaf):
                 key = storage_of(leaf)
                 if key not in self._living and key not in given:
                     self._living[key] = (StorageWeakRef(leaf.untyped_storage()), bytes_of(leaf))
@@ -135,7 +135,8 @@ class CpuMeter(TorchDispatchMode):
         return max(self._peak, self.live_bytes())
 
 
-def _counts(leaf: Any) -> bool:
+def counts(leaf: Any) -> TypeGuard[Tensor]:
+    """Whether it is a tensor with one storage of its own."""
     return isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_meta
 
 

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from planner.measure.memory import bytes_of, storage_of
+from planner.measure.memory import bytes_of, counts, storage_of
 
 _SLACK = 1.01
 """Dead storages are looked for only where the count passes the peak by this factor: the peak is true within it."""
@@ -31,14 +31,14 @@ class LivePeak(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         given: set[int] | None = None
         for leaf in tree_leaves(made):
-            if not isinstance(leaf, Tensor):
+            if not counts(leaf):
                 continue
             storage = storage_of(leaf)
             entry = self._living.get(storage)
             if entry is not None and not entry[0].expired():
                 continue
             if given is None:
-                given = {storage_of(value) for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)}
+                given = {storage_of(value) for value in tree_leaves((args, kwargs)) if counts(value)}
             if storage not in given:
                 self._count += bytes_of(leaf) - (entry[1] if entry else 0)
                 self._living[storage] = (StorageWeakRef(leaf.untyped_storage()), bytes_of(leaf))
