@@ -148,8 +148,13 @@ def _export(
                 raise _refusal(error, model, model_file, batch, fakes) from error
             found = _alike(model, place)
         else:
+            for place in _transformed(exported.graph_module):
+                watch.lost.setdefault(place, "calls vmap or another of torch.func's transforms")
             if not watch.lost:
-                return _Copy(exported, model, stand_ins.calls).lifted
+                try:
+                    return _Copy(exported, model, stand_ins.calls).lifted
+                except InputError as fault:
+                    raise InputError(f"{model_file.path}: {fault.message}", hint=fault.hint) from None
             for place, what in watch.lost.items():
                 if not place:
                     raise _lost(model_file, "loss()" if place is LOSS else "the model's own forward()", what)
@@ -261,12 +266,22 @@ def _refuse_uncalled(
 
 
 def _lost(model_file: ModelFile, place: str, what: str) -> InputError:
-    mend = "with register_autograd" if "autograd" in what else "that draws them"
-    return InputError(
-        f"{model_file.path}: {place} {what}, which the capture would lose",
-        hint=f"do it in a module of its own that the model calls (it is then kept whole), or in a "
-        f"torch.library.custom_op {mend}",
-    )
+    mend = "do it in a module of its own that the model calls (it is then kept whole)"
+    if "torch.func" not in what:
+        by = "with register_autograd" if "autograd" in what else "that draws them"
+        mend += f", or in a torch.library.custom_op {by}"
+    return InputError(f"{model_file.path}: {place} {what}, which the capture would lose", hint=mend)
+
+
+def _transformed(module: fx.GraphModule) -> set[str]:
+    """The modules whose ops work on what torch.func's transforms make of tensors, which are no tensors with memory."""
+    return {
+        scopes[-1].module if (scopes := _scopes(node)) else ""
+        for part in module.modules()
+        if isinstance(part, fx.GraphModule)
+        for node in part.graph.nodes
+        if node.op == "call_function" and str(getattr(node.target, "__module__", "")).startswith("torch._functorch")
+    }
 
 
 def _refusal(
@@ -274,7 +289,7 @@ def _refusal(
 ) -> InputError:
     """Why there is no graph: the model itself raises, or torch.export cannot take it."""
     try:
-        with torch.no_grad(), contextlib.nullcontext() if fakes is None else computing(fakes, model, {}):
+        with contextlib.nullcontext() if fakes is None else computing(fakes, model, {}):
             model_file.loss(called(model, batch.inputs), batch.target)
     except InputError as fault:
         return fault
@@ -380,6 +395,11 @@ class _Copy:
                 role = (Role.CONSTANT, name)
                 self.lifted.constants[name] = self._exported.constants[name].detach().clone()
             else:
+                if isinstance(self._exported.constants.get(name), torch._C.Generator):
+                    raise InputError(
+                        "the model draws from a torch.Generator of its own, which would not be the same on every rank",
+                        hint="draw from torch's default one: it is seeded by step, micro-batch and layer",
+                    )
                 raise InputError(f"the model holds a {kind.lower()} {name!r}", hint="hold tensors and modules alone")
             if role not in made:
                 made[role] = self.lifted.graph.placeholder(node.name)

@@ -125,6 +125,9 @@ class _Match:
         """The split form of ``node``, or None."""
         args = tuple(node.args)
         target = node.target
+        tensors = [self._facts[one].tensor for one in (node, *node.all_input_nodes)]
+        if any(tensor is not None and tensor.is_complex() for tensor in tensors):
+            return None  # its gradients would need conjugates
         if node.kwargs and target is not aten.addmm.default:
             return None
         if target is aten.linear.default:

@@ -172,4 +172,66 @@ class Net(nn.Module):
 def model():
     return Net()
 {TOKENS}""",
+    "complex": _block("""
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8, dtype=torch.complex64), nn.Linear(8, 8, dtype=torch.complex64)
+        self.filter = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+    def forward(self, x):
+        return self.b(self.a(torch.complex(x, -x))).abs() + torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=8)
+"""),
+    "vmap": _block("""
+    def __init__(self):
+        super().__init__()
+        self.inner, self.weights = nn.Linear(8, 8), nn.Parameter(torch.randn(3, 8, 8) * 0.3)
+    def forward(self, x):
+        x = self.inner(x)
+        return torch.func.vmap(lambda weight: torch.tanh(x @ weight))(self.weights).mean(0)
+"""),
+    "straight_through": _block("""
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.register_buffer("scale", torch.ones(()))
+    def forward(self, x):
+        weight = self.a.weight
+        self.scale.mul_(0.9).add_(weight.detach().abs().max() / 70)
+        rounded = (weight / self.scale).round().clamp(-8, 7) * self.scale
+        return F.linear(x, weight + (rounded - weight).detach(), self.a.bias)
+"""),
+    "norms_of_weights": _block("""
+    def __init__(self):
+        super().__init__()
+        self.a = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+        self.b = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+    def forward(self, x):
+        return self.b(self.a(x).tanh())
+"""),
+    "codebook": _block("""
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        for name, value in {"code": torch.randn(6, 8), "sums": torch.randn(6, 8), "counts": torch.ones(6)}.items():
+            self.register_buffer(name, value)
+    def forward(self, x):
+        x = self.a(x)
+        nearest = torch.cdist(x, self.code).argmin(-1)
+        chosen, ones = self.code[nearest], F.one_hot(nearest, 6).to(x.dtype)
+        self.counts.mul_(0.9).add_(ones.sum(0), alpha=0.1)
+        self.sums.mul_(0.9).add_(ones.T @ x.detach(), alpha=0.1)
+        self.code.copy_(self.sums / (self.counts[:, None] + 1e-5))
+        return x + (chosen - x).detach() + (x - chosen.detach()).square().mean()
+"""),
+    "noise": _block("""
+    def __init__(self):
+        super().__init__()
+        self.a, self.time = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("share", torch.linspace(0.99, 0.1, 100))
+    def forward(self, x):
+        when = torch.randint(100, (x.shape[0],))
+        share = self.share[when][:, None]
+        noisy = share.sqrt() * x + (1 - share).sqrt() * torch.randn_like(x)
+        keep = torch.empty(x.shape[0], 1).bernoulli_(0.8)
+        return x + keep * self.a(noisy + self.time(torch.exp(-torch.arange(8.0)) * when[:, None]).sin())
+"""),
 }
