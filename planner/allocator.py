@@ -22,3 +22,10 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(M_TRIM_THRESHOLD, -1)  # never shrink the heap
         mallopt(M_MMAP_MAX, 0)  # nor take large blocks from outside it
+
+
+def give_back_freed_memory() -> None:
+    """Hand the kernel what is free in the heap, as far as glibc can: what comes next needs blocks of other sizes."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform.startswith("linux") else None
+    if trim is not None:
+        trim(0)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from planner.allocator import give_back_freed_memory
 from planner.capture import Batch, Capture, RandomKey, Stage, StageProgram
 from planner.capture.made_up import made_up, made_up_parameter
 from planner.capture.program import Boundary
@@ -163,6 +164,7 @@ class _Walk:
     def _probe(self, program: StageProgram, key: str, first: int, last: int) -> _Probed:
         if key in self._known:
             return self._known[key]
+        give_back_freed_memory()  # holes that another layer left would add to this one's memory
         captured = self._captured
         weights = Weights(captured, program.parameters, program.buffers)
         stage = Stage(program, weights, defer=False)
