@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from planner.search import Asked, Found, Progress
 
 
+_SELDOM_S = 0.1
+"""The line of progress is written no more often."""
+
+
 class Recompute(StrEnum):
     """Which stages run their forward again for the backward."""
 
@@ -102,7 +106,9 @@ def solve(
     except NoPlanFitsError as error:
         if as_json:
             missing = [plain(entry) for entry in error.missing]
-            print_json({"missing": missing, "smallest_change": error.smallest_change} | _estimated(graph))
+            early = {"ended_early": True} if error.ended_early else {}
+            change = {"missing": missing, "smallest_change": error.smallest_change}
+            print_json(change | early | _estimated(graph))
         raise
     if asked.cluster.links is None or asked.cluster.links.intra_node is None:
         notes.append("remark: no links are known, so messages cost nothing here; --cluster names them")
@@ -169,16 +175,23 @@ def _sizes(option: str, text: str | None) -> tuple[int, ...] | None:
 
 def _search(graph: LayerGraph, asked: Asked) -> Found:
     """The search, with a line of progress on terminals."""
+    import time
+
     from planner.search import solve as search
     from planner.units import format_seconds
 
     with err.status("searching") as status:
+        told_s = 0.0
 
         def watch(progress: Progress) -> None:
+            nonlocal told_s
+            if time.monotonic() - told_s < _SELDOM_S:  # it is called at every step, and counting takes a moment
+                return
+            told_s = time.monotonic()
             best = format_seconds(progress.best_s) if progress.best_s < float("inf") else "none yet"
             status.update(
-                f"{progress.solved} solved, {progress.pruned} ruled out of {progress.configurations}; "
-                f"best {best}, next bound {format_seconds(progress.bound_s)}"
+                f"{progress.phase}: {progress.solved} solved, {progress.pruned} ruled out of "
+                f"{progress.configurations}; best {best}, next bound {format_seconds(progress.bound_s)}"
             )
 
         return search(graph.profile, asked, watch if err.is_terminal else None)

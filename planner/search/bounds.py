@@ -17,6 +17,7 @@ from planner.cluster import memory_limit
 from planner.graph import LayerGraph
 from planner.search.cheap import Totals, cheap_bound
 from planner.search.chunks import stages_bound
+from planner.search.clock import never
 from planner.search.figures import Figures, LayerFigures
 from planner.search.ilp import Solved
 from planner.search.lattice import Lattice, lattice_of
@@ -206,11 +207,16 @@ class Bounds:
         return self._least_of_cuts(configuration, raised, best_s)
 
     def least(
-        self, configurations: Sequence[Configuration], best_s: float, ended: Callable[[], bool] = lambda: False
+        self,
+        configurations: Sequence[Configuration],
+        best_s: float,
+        ended: Callable[[], bool] = never,
+        is_over: Callable[[], bool] = never,
     ) -> float:
         """The least bound over all configurations, valid for every order of actions.
 
-        The one that is least under the recursion is put to the ILP too.
+        The one that is least under the recursion is put to the ILP too. ``ended``: no effort is left but for lists of
+        cuts; ``is_over``: no time either.
         """
         heap = [(self.known(c, fused=False), 0, index) for index, c in enumerate(configurations)]
         heapq.heapify(heap)
@@ -218,7 +224,7 @@ class Bounds:
         while heap:
             bound, level, index = heapq.heappop(heap)
             configuration = configurations[index]
-            if level == 2 or bound >= best_s:
+            if level == 2 or bound >= best_s or is_over():
                 return bound
             if ended():
                 lists -= 1

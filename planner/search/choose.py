@@ -9,20 +9,23 @@
     finish      what still lies between a cut's bound and the best is settled by branch and bound over its depths
 
 ``proven`` says that every configuration was solved or pruned so: no named schedule asked for, at any warm-up depth, is
-faster on any cut. All limits are counts (cuts, nodes, simulated actions), so one input gives one plan; only
-``max_seconds`` and an interrupt end a search early, with the best so far and what is proven of it.
+faster on any cut. All limits are counts (cuts, nodes, simulated actions), so one input gives one plan; only an
+interrupt ends a search early, with the best so far and what is proven of it. With ``max_seconds`` that time is the
+limit: counts are doubled, and what is open is gone on with, until all is proven or time has run out.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import time
 from collections.abc import Callable
+from typing import Final
 
 from planner.errors import InputError
 from planner.graph import LayerGraph
 from planner.profile import Profile
 from planner.search.baselines import baselines
+from planner.search.clock import Clock, OutOfTimeError, Progress, Watch
 from planner.search.exhaust import MOST_LAYERS, Exhaust
 from planner.search.finish import Finish
 from planner.search.lean import leanest
@@ -31,10 +34,13 @@ from planner.search.settle import Settle
 from planner.search.shortfall import no_plan_fits, no_schedule_suits
 from planner.search.smaller import on_the_original, smaller
 from planner.search.space import Asked, Configuration
-from planner.search.state import EQUAL, OutOfTimeError, Progress, Search, Watch
+from planner.search.state import EQUAL, Search
 from planner.search.visit import Visit
 
 __all__ = ["Progress", "solve"]
+
+MOST_TIMES: Final = 2**16
+"""With a time given: effort is doubled up to so many times the usual; a search so small is through."""
 
 
 def solve(profile: Profile, asked: Asked, watch: Watch | None = None) -> Found:
@@ -42,12 +48,13 @@ def solve(profile: Profile, asked: Asked, watch: Watch | None = None) -> Found:
 
     Raises NoPlanFitsError where no plan fits the memory, and InputError where nothing can be searched.
     """
+    clock = Clock(asked.max_seconds)
     if asked.zero1:
         profile = dataclasses.replace(profile, optimizer=profile.optimizer.sharded(_replicas(asked)))
     made = smaller(LayerGraph.of(profile), asked)
     if made is None:
-        return _Course(profile, asked, watch).run()
-    return on_the_original(_Course(made.graph.profile, asked, watch).run(), made)
+        return _Course(profile, asked, clock, watch).run()
+    return on_the_original(_Course(made.graph.profile, asked, clock, watch).run(), made)
 
 
 def _replicas(asked: Asked) -> int:
@@ -62,16 +69,15 @@ class _Course(Search):
 
     def run(self) -> Found:
         """Visit, settle, polish, prove; what an interrupt leaves is honest too."""
-        state, visit, finish = self.state, Visit(self), Finish(self)
+        state, visit = self.state, Visit(self)
         try:
             self._first(visit)
-            Settle(self).all()
-            visit.several.search_on()
-            finish.polish()
-            finish.prove_depths()
-            if not state.complete:
-                state.complete = self._exhaust()
-            finish.trim()
+            self._go_on(visit)
+            while self.clock.max_seconds is not None and not state.complete and self.times < MOST_TIMES:
+                self.times, self.before = 2 * self.times, self.bounds.spent
+                visit.go_on()
+                self._go_on(visit)
+            Finish(self).trim()
         except OutOfTimeError:
             state.complete, state.interrupted = False, True
         except KeyboardInterrupt:
@@ -79,7 +85,7 @@ class _Course(Search):
                 raise
             state.complete, state.interrupted = False, True
         assert state.best is not None, "a search that finds no plan raises"
-        least = self.bounds.least(self.configurations, state.best_s, lambda: state.interrupted or self.spent() > 0)
+        least = self._least()
         state.complete |= state.best_s <= least * (1 + EQUAL)
         left = set() if state.complete else self._left()
         state.complete = not left
@@ -93,12 +99,36 @@ class _Course(Search):
             configurations=len(self.configurations),
             solved=solved,
             pruned=len(self.configurations) - solved - len(left),
-            seconds=time.monotonic() - self.started,
+            seconds=self.clock.seconds,
             alternatives=tuple(sorted(state.per_configuration.values(), key=lambda found: found.iteration_s)),
             by_schedule=tuple(sorted(state.per_schedule.values(), key=lambda found: found.iteration_s)),
             baselines=baselines(self.graph, self.asked, self._sizes()),
             interrupted=state.interrupted,
         )
+
+    def _go_on(self, visit: Visit) -> None:
+        """What first looks leave open: settled, bettered, proven, as far as the effort goes."""
+        state, finish = self.state, Finish(self)
+        self.phase = "settling what may be faster"
+        Settle(self).all()
+        self.phase = "searching on from random starts"
+        visit.several.search_on()
+        self.phase = "polishing the best"
+        finish.polish()
+        finish.prove_depths()
+        if not state.complete:
+            self.phase = "going through what is left"
+            state.complete = self._exhaust()
+
+    def _least(self) -> float:
+        """The least bound of all."""
+        state, every = self.state, self.configurations
+        try:
+            if not state.interrupted:
+                return self.bounds.least(every, state.best_s, lambda: self.spent() > 0, self.clock.is_over)
+        except KeyboardInterrupt:
+            state.complete, state.interrupted = False, True
+        return min(self.bounds.known(one, fused=False) for one in every)
 
     def _first(self, visit: Visit) -> None:
         """First looks; where they find nothing in time, or nothing that fits, the leanest plan will do."""
@@ -131,20 +161,31 @@ class _Course(Search):
             return False
         known = {one: self.bounds.known(one, fused=False) for one in self.configurations}
         near = sorted((one for one in known if not state.beats(known[one])), key=known.__getitem__)
-        exhaust = Exhaust(self.graph, self.asked, lattice)
+        exhaust = Exhaust(self.graph, dataclasses.replace(self.asked, effort=self.times), lattice)
         for found in exhaust.faster(near, state.best_s, pulse or self.pulse):
             state.best = state.per_configuration[found.configuration] = state.per_schedule[found.schedule] = found
         return exhaust.complete
 
     def _leanest(self) -> Candidate:
         """What is left to try where no cut that was timed fits."""
-        found = leanest(self.graph, self.asked, enough_bytes=self.limit or 0)
+        self.phase = "looking for what needs the least memory"
+
+        def is_over() -> bool:
+            self.say()
+            return self.clock.is_over()
+
+        def pulse() -> None:
+            if is_over():
+                raise OutOfTimeError
+
+        found = leanest(self.graph, self.asked, enough_bytes=self.limit or 0, is_over=is_over)
         if found is None:
             raise no_schedule_suits(self.asked)
         if self.limit is not None and found.peak_memory_bytes > self.limit:
-            self._exhaust(lambda: None)  # a small graph is gone through before it is said that nothing fits
+            with contextlib.suppress(OutOfTimeError):
+                self._exhaust(pulse)  # a small graph is gone through before it is said that nothing fits
             if self.state.best is None:
-                raise no_plan_fits(self.graph, self.asked, found)
+                raise no_plan_fits(self.graph, self.asked, found, is_over)
             return self.state.best
         self.state.per_configuration[found.configuration] = found
         return found

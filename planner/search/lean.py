@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Final, NamedTuple
 
@@ -21,6 +21,7 @@ from planner.errors import InputError
 from planner.graph import LayerGraph
 from planner.schedules import Action, Letter, Schedule, ScheduleName, default_warmup, ranks_of, shape_fault
 from planner.search.bound import in_flight_limits
+from planner.search.clock import never
 from planner.search.figures import Figures, LayerFigures
 from planner.search.job import job_of_cut
 from planner.search.lattice import Floats, along, lattice_of
@@ -67,15 +68,18 @@ def leanest(
     enough_bytes: int = 0,
     known: KnownFigures | None = None,
     whole: bool = True,
+    is_over: Callable[[], bool] = never,
 ) -> Candidate | None:
     """The plan with the least peak that is found over all that is asked for; None: no schedule suits its shapes.
+
+    Once ``is_over`` says so, the best so far: of one plan at least.
 
     The first one with a peak of ``enough_bytes`` or less will do. Where micro-batches are many, one that holds more has
     but the first few: those that follow hold what they do; so has one that will do, unless it is to be ``whole``.
     ``known``: figures made before, and kept for later.
     """
     suited = [c for c in configurations(graph, asked) if next(_names(asked, c), None) is not None]
-    estimator = _Estimator(graph, asked, known)
+    estimator = _Estimator(graph, asked, known, is_over)
     estimates = sorted(estimator.estimates(_distinct(asked, suited)), key=lambda one: _promise(one, enough_bytes))
     best: Candidate | None = None
     spent = 0
@@ -91,6 +95,8 @@ def leanest(
                 return best
             if best is not None and _surely_held(job) >= best.peak_memory_bytes:
                 continue
+            if best is not None and is_over():
+                return best
             for candidate in _timed(Walk(job), asked, few):
                 spent += 2 * stages * few.num_microbatches
                 if best is None or candidate.peak_memory_bytes < best.peak_memory_bytes:
@@ -100,6 +106,8 @@ def leanest(
                         best = _with_all(graph, asked, configuration, best)
                     if best.peak_memory_bytes <= enough_bytes:
                         return best
+                if is_over():
+                    return best
     return best
 
 
@@ -179,8 +187,11 @@ def _recomputing(asked: Asked, stages: int) -> list[tuple[bool, ...]]:
 class _Estimator:
     """Lean cuts of each configuration."""
 
-    def __init__(self, graph: LayerGraph, asked: Asked, known: KnownFigures | None) -> None:
+    def __init__(
+        self, graph: LayerGraph, asked: Asked, known: KnownFigures | None, is_over: Callable[[], bool] = never
+    ) -> None:
         self.graph: Final = graph
+        self.is_over: Final = is_over
         self.asked: Final = asked
         self._figures: Final = known if known is not None else {}
         some = next(iter(self._figures.values()), None)
@@ -188,7 +199,7 @@ class _Estimator:
         self._first: Final = np.searchsorted(self.lattice.start, np.arange(len(self.lattice) + 1))
 
     def estimates(self, shapes: Iterable[Configuration]) -> Iterator[_Estimate]:
-        """Per shape its leanest cut; shapes come widest first."""
+        """Per shape its leanest cut; shapes come widest first. One at least, however little time there is."""
         seen: dict[tuple[object, ...], int] = {}
         every = list(shapes)
         for place, shape in enumerate(every):
@@ -196,6 +207,8 @@ class _Estimator:
             seen[key] = seen.get(key, 0) + 1
             if len(every) > _MANY and seen[key] > 1:
                 continue  # more ranks, which came before, need less
+            if place and self.is_over():
+                return
             need, steps = self._narrowest(shape)
             cut = [self.lattice.layers(*step) for step in steps]
             if shape.virtual > 1:
@@ -331,6 +344,8 @@ class _Estimator:
                 moved = [*marks[:place], marks[place] + by, *marks[place + 1 :]]
                 if not moved[place - 1] < moved[place] < moved[place + 1]:
                     continue
+                if self.is_over():
+                    return best[0], [order[low:high] for low, high in pairwise(marks)]
                 left -= 1
                 needs = rank_needs(moved)
                 if needs < best:

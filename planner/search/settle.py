@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Final
 
 from planner.search.state import EQUAL, Item, Search
@@ -36,23 +38,29 @@ class Settle:
     def all(self) -> None:
         """Go through what lies below the best, if that can be finished; else through what is near."""
         state = self.search.state
-        state.left = max(state.left, self.search.bounds.spent) + self.search.effort
-        near = state.open_items  # one rank first: it is soon gone through
-        order = sorted(range(len(near)), key=lambda at: (near[at][1].configuration.pipeline > 1, near[at][0], at))
-        for place in order:
-            bound, item = state.open_items[place]
-            if state.beats(bound):
-                continue
-            bound = max(bound, self.search.bounds.known(item.configuration, fused=item.fused))
-            if state.beats(bound):
+        near = sorted(state.open_items, key=lambda entry: (entry[1].configuration.pipeline > 1, entry[0]))
+        for tensor in self.search.tensors:  # one rank first: it is soon gone through
+            state.left = max(state.left, self.search.bounds.spent) + self.search.effort
+            self._some([(bound, item) for bound, item in near if item.configuration.tensor == tensor])
+
+    def _some(self, near: Sequence[tuple[float, Item]]) -> None:
+        state = self.search.state
+        for place, (bound, item) in enumerate(near):
+            if state.beats(max(bound, self.search.bounds.known(item.configuration, fused=item.fused))):
                 continue
             if self.search.spent() > 0:
                 state.complete = False
                 return
+            self.search.tell(functools.partial(self._left, near[place:]), bound)
             if self._settle(item):
                 state.settled.add(item)
             else:
                 state.complete = False
+
+    def _left(self, near: Sequence[tuple[float, Item]]) -> int:
+        """The configurations that are looked at from here on."""
+        beats = self.search.state.beats
+        return len({item.configuration for bound, item in near if not beats(bound)} - self.search.state.solved)
 
     def _settle(self, item: Item) -> bool:
         """Time all cuts of a configuration that may be faster; False where they are too many."""
@@ -62,7 +70,7 @@ class Settle:
             return False  # not even a few of its cuts could be timed
         every = None
         if configuration.virtual > 1:
-            most, lattice = self.search.asked.effort * MOST_CUTS, self.search.bounds.lattice
+            most, lattice = self.search.times * MOST_CUTS, self.search.bounds.lattice
             every = lattice.every_cut(stages, most) if lattice else None
             if every is None:
                 every = self._listed(item, most)
@@ -96,7 +104,7 @@ class Settle:
         Where the first ones leave more than could all be timed, the rest is left: no proof would come of it.
         """
         state, ties_seen, count = self.search.state, 0, 0
-        cuts = suffix.cuts(state.best_s * (1 + 2 * EQUAL), self.search.asked.effort * MOST_NODES)
+        cuts = suffix.cuts(state.best_s * (1 + 2 * EQUAL), self.search.times * MOST_NODES)
         while (cut := next(cuts, _NO_CUT)) is not _NO_CUT:
             if cut is None or (count > 0 and self.search.spent() > 0):
                 return state.beats(cut.bound_s if cut is not None else suffix.bound_s)
@@ -109,7 +117,7 @@ class Settle:
             count += 1
             if count == FIRST_CUTS:
                 faster = itertools.takewhile(lambda cut: cut is None or cut.bound_s < state.best_s, cuts)
-                most = self.search.asked.effort * MOST_CUTS
+                most = self.search.times * MOST_CUTS
                 ahead = list(itertools.islice(faster, most))
                 if len(ahead) == most or None in ahead:
                     return False
@@ -121,7 +129,7 @@ class Settle:
         state, configuration = self.search.state, item.configuration
         shape = self.search.bounds.shape(configuration, fused=item.fused)
         seen: list[tuple[int, ...]] = []
-        while len(seen) < self.search.asked.effort * ILP_ROUNDS:
+        while len(seen) < self.search.times * ILP_ROUNDS:
             solved = self.search.bounds.solved(configuration, fused=item.fused, below_s=state.best_s, without=seen)
             self.search.bounds.spent += 20 * len(self.search.graph) * configuration.pipeline * (1 + solved.nodes)
             if solved.bound >= state.best_s * (1 - 1e-6):

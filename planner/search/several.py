@@ -70,6 +70,7 @@ class Several:
         """Cuts of configurations, the first few or all that are made at first."""
         self.whole: Final[set[Configuration]] = set()
         """Where it is all."""
+        self._rng: Final = np.random.default_rng(0)
 
     def promise(self, item: Item) -> float:
         """About what a configuration's cuts will come to (seconds), from the rows of a few of them: no bound."""
@@ -135,7 +136,7 @@ class Several:
 
     def search_on(self) -> None:
         """With what effort is left: the nearest configurations with several stages a rank, from random starts."""
-        state, rng = self.search.state, np.random.default_rng(0)
+        state, rng = self.search.state, self._rng
         items = {item.configuration: item for _, item in state.open_items if ScheduleName.SYNTHESISED in item.names}
         found = sorted(state.per_configuration.values(), key=lambda one: one.iteration_s)
         near = [one for one in found if one.configuration.virtual > 1 and one.configuration in items]
@@ -143,9 +144,13 @@ class Several:
         order = list(range(len(self.search.graph)))
         if not self.search.graph.is_chain:
             order = next(iter(topological_orders(self.search.graph, 1)))
-        until = max(self.search.bounds.spent, SEARCH_ON * self.search.effort)
+        share = int(SEARCH_ON * self.search.effort) * len(self.search.tensors)
+        until = max(self.search.bounds.spent, self.search.before + share)
+        if self.search.before:
+            state.left = max(state.left, until)
         while near and self.search.bounds.spent < until and state.best is not None and not state.complete:
             for one in near:
+                self.search.pulse()
                 item, passes = (
                     items[one.configuration],
                     Passes(self.search.bounds.layers(one.configuration), one.configuration, order),

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from planner.cluster import memory_limit
 from planner.errors import InputError, NothingFitsError
 from planner.graph import LayerGraph
 from planner.record import record
 from planner.schedules import Placement, shape_fault
+from planner.search.clock import never
 from planner.search.lean import KnownFigures, fewest_ranks, leanest
 from planner.search.result import Candidate
 from planner.search.space import EVERY, Asked
@@ -32,14 +33,24 @@ class Missing:
 class NoPlanFitsError(NothingFitsError):
     """No plan fits; with what the closest lacks, and the smallest change that would fit."""
 
-    def __init__(self, message: str, *, hint: str, missing: tuple[Missing, ...], smallest_change: str) -> None:
+    def __init__(
+        self, message: str, *, hint: str, missing: tuple[Missing, ...], smallest_change: str, ended_early: bool
+    ) -> None:
         super().__init__(message, hint=hint)
         self.missing = missing
         self.smallest_change = smallest_change
+        self.ended_early = ended_early
+        """Time ran out: a plan that was not looked at may fit."""
 
 
-def no_plan_fits(graph: LayerGraph, asked: Asked, closest: Candidate) -> NoPlanFitsError:
-    """The error that says by how much the closest plan does not fit, and what would help."""
+def no_plan_fits(
+    graph: LayerGraph, asked: Asked, closest: Candidate, is_over: Callable[[], bool] = never
+) -> NoPlanFitsError:
+    """The error that says by how much the closest plan does not fit, and what would help.
+
+    Where ``is_over`` says that time has run out it does not claim that none fits, and tries no more changes.
+    """
+    ended_early = is_over()
     limit = memory_limit(asked.cluster) or 0
     missing = tuple(
         Missing(rank=use.rank, stage=_fullest_stage(closest, use.rank), bytes=use.peak_memory_bytes - limit)
@@ -47,19 +58,23 @@ def no_plan_fits(graph: LayerGraph, asked: Asked, closest: Candidate) -> NoPlanF
         if use.peak_memory_bytes > limit
     )
     worst = max(missing, key=lambda entry: entry.bytes)
-    change = f"it would fit with {' or '.join(_changes(graph, asked, closest))}"
+    change = f"it would fit with {' or '.join(_changes(graph, asked, closest, is_over))}"
     shape = closest.configuration
     stages = len(closest.stages)
     profile = graph.profile
     told = f" (all ESTIMATED for {profile.device.name}, nothing was measured there)"
+    none = "no plan fits"
+    if ended_early:
+        none = f"no plan was found to fit within {asked.max_seconds:g} s, and not all were looked at"
     return NoPlanFitsError(
-        f"no plan fits{told if profile.provenance == 'estimated' else ''}: at its closest "
+        f"{none}{told if profile.provenance == 'estimated' else ''}: at its closest "
         f"({stages} stage{'s' * (stages > 1)}, micro-batches of {shape.microbatch_size}) "
         f"rank {worst.rank}, stage {worst.stage}, needs {format_bytes(worst.bytes + limit)}, "
         f"{format_bytes(worst.bytes)} ({worst.bytes} bytes) more than the {format_bytes(limit)} that a rank may use",
-        hint=change,
+        hint=f"a longer --max-seconds looks at more; {change}" if ended_early else change,
         missing=missing,
         smallest_change=change,
+        ended_early=ended_early,
     )
 
 
@@ -79,15 +94,18 @@ def _fullest_stage(closest: Candidate, rank: int) -> int:
     return max(own, key=lambda stage: factor * stage.parameter_bytes + stage.buffer_bytes + stage.saved_bytes).stage
 
 
-def _changes(graph: LayerGraph, asked: Asked, closest: Candidate) -> Iterator[str]:
-    """One option each that makes it fit: those that cost nothing first, then more GPUs, then more memory."""
+def _changes(graph: LayerGraph, asked: Asked, closest: Candidate, is_over: Callable[[], bool]) -> Iterator[str]:
+    """One option each that makes it fit: those that cost nothing first, then more GPUs, then more memory.
+
+    Once time is over, memory alone, which is known.
+    """
     limit = memory_limit(asked.cluster) or 0
     known: KnownFigures = {}
     for option, wider in _wider(asked):
-        found = _fitting(graph, wider, limit, known)
+        found = None if is_over() else _fitting(graph, wider, limit, known, is_over)
         if found is not None:
             yield f"{option} {_value(option, found)}"
-    more = _more_gpus(graph, asked, limit, known)
+    more = None if is_over() else _more_gpus(graph, asked, limit, known, is_over)
     if more is not None:
         yield f"--gpus {more}"
     reserve = asked.cluster.memory_reserve_fraction or 0.0
@@ -124,16 +142,20 @@ def _value(option: str, found: Candidate) -> str:
     return values[option]
 
 
-def _fitting(graph: LayerGraph, asked: Asked, limit: int, known: KnownFigures) -> Candidate | None:
+def _fitting(
+    graph: LayerGraph, asked: Asked, limit: int, known: KnownFigures, is_over: Callable[[], bool]
+) -> Candidate | None:
     """The leanest plan of what is asked for, if it fits."""
     try:
-        found = leanest(graph, asked, enough_bytes=limit, known=known, whole=False)
+        found = leanest(graph, asked, enough_bytes=limit, known=known, whole=False, is_over=is_over)
     except InputError:  # no shape at all
         return None
     return found if found is not None and found.peak_memory_bytes <= limit else None
 
 
-def _more_gpus(graph: LayerGraph, asked: Asked, limit: int, known: KnownFigures) -> int | None:
+def _more_gpus(
+    graph: LayerGraph, asked: Asked, limit: int, known: KnownFigures, is_over: Callable[[], bool]
+) -> int | None:
     """The fewest GPUs found that fit; None: not even one for each layer does, or the sizes asked for leave no room.
 
     From an estimate on, up until a plan does fit.
@@ -149,9 +171,9 @@ def _more_gpus(graph: LayerGraph, asked: Asked, limit: int, known: KnownFigures)
         return None
     gpus, step = max(asked.gpus + 1, int(ranks) * copies), 1
     while gpus <= most:
-        if _fitting(graph, asked_with(gpus), limit, known) is not None:
+        if _fitting(graph, asked_with(gpus), limit, known, is_over) is not None:
             return gpus
-        if gpus == most:
+        if gpus == most or is_over():
             return None
         gpus, step = min(gpus + step, most), 2 * step
     return None

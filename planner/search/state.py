@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -15,6 +14,7 @@ from planner.profile import Profile
 from planner.schedules import ScheduleName
 from planner.search.bound import cut_bound
 from planner.search.bounds import Bounds
+from planner.search.clock import Clock, OutOfTimeError, Progress, Watch
 from planner.search.job import job_of_cut
 from planner.search.lattice import Lattice
 from planner.search.orders import FUSED, Order, time_cut
@@ -33,24 +33,6 @@ CUT_ACTIONS: Final = 500
 """What making a cut ready to be timed takes, in simulated actions, and for each layer a few more."""
 
 Cut = list[list[str]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """Where a search stands."""
-
-    configurations: int
-    solved: int
-    pruned: int
-    best_s: float
-    bound_s: float
-
-
-Watch = Callable[[Progress], None]
-
-
-class OutOfTimeError(Exception):
-    """The time that was given has run out."""
 
 
 class Item(NamedTuple):
@@ -112,16 +94,28 @@ class State:
 class Search:
     """One search: its question, its state, and the timing of cuts."""
 
-    def __init__(self, profile: Profile, asked: Asked, watch: Watch | None) -> None:
-        self.started = time.monotonic()
+    def __init__(self, profile: Profile, asked: Asked, clock: Clock, watch: Watch | None) -> None:
         self.asked: Final = asked
+        self.clock: Final = clock
         self.watch: Final = watch
+        self.phase = ""
+        self._waiting: Callable[[], int] = lambda: len(self.configurations) - len(self.state.solved)
+        self._bound_s = 0.0
+        self.times = asked.effort
+        """How many times the usual number of cuts and orders may be looked at."""
+        self.before = 0
+        """Effort spent when they were last made more."""
         self.graph: Final = LayerGraph.of(profile)
         self.limit: Final = memory_limit(asked.cluster)
         self.configurations: Final = configurations(self.graph, asked)
+        self.tensors: Final = tuple(sorted({configuration.tensor for configuration in self.configurations}))
         self.bounds: Final = Bounds(self.graph, asked)
-        self.effort: Final = asked.effort * (BASE_ACTIONS + int(ACTIONS * math.sqrt(len(self.graph) * asked.gpus)))
         self.state: Final = State(left=self.effort)
+
+    @property
+    def effort(self) -> int:
+        """Simulated actions that each part of the search may take."""
+        return self.times * (BASE_ACTIONS + int(ACTIONS * math.sqrt(len(self.graph) * self.asked.gpus)))
 
     def spent(self) -> float:
         """By how much the effort is over what it may be."""
@@ -129,30 +123,32 @@ class Search:
 
     def is_over(self) -> bool:
         """Whether the time that was given has run out; half of it, where there is no plan: one has to be made then."""
-        limit = self.asked.max_seconds
-        if limit is None:
-            return False
-        return time.monotonic() - self.started > (limit if self.state.best is not None else limit / 2)
+        return self.clock.is_over(1.0 if self.state.best is not None else 0.5)
+
+    def say(self) -> None:
+        """Say where the search stands."""
+        if self.watch is not None:
+            self.watch(
+                Progress(
+                    phase=self.phase,
+                    configurations=len(self.configurations),
+                    solved=len(self.state.solved),
+                    left=self._waiting,
+                    best_s=self.state.best_s,
+                    bound_s=self._bound_s,
+                )
+            )
 
     def pulse(self) -> None:
-        """End where the time that was given has run out."""
+        """Say where the search stands, and end where the time that was given has run out."""
+        self.say()
         if self.is_over():
             raise OutOfTimeError
 
     def tell(self, left: Callable[[], int], bound_s: float) -> None:
-        """Say where the search stands."""
-        if self.watch is None:
-            return
-        solved = len(self.state.solved)
-        self.watch(
-            Progress(
-                configurations=len(self.configurations),
-                solved=solved,
-                pruned=len(self.configurations) - solved - left(),
-                best_s=self.state.best_s,
-                bound_s=bound_s,
-            )
-        )
+        """Say what is looked at now, and how many configurations are left with it."""
+        self._waiting, self._bound_s = left, bound_s
+        self.pulse()
 
     def job(self, item: Item, cut: Cut, recompute: tuple[bool, ...]) -> Job:
         """A cut as the time model takes it."""

@@ -38,13 +38,18 @@ MORE_ACTIONS: Final = (600_000, 600_000)
 
 
 class Visit:
-    """One pass over all configurations."""
+    """Passes over all configurations, each going on where the one before it ended.
+
+    Each number of tensor ranks has an effort of its own, as if it were asked for alone: bounds say little about which
+    of them wins.
+    """
 
     def __init__(self, search: Search) -> None:
         self.search: Final = search
         self.several: Final = Several(search)
         self.glances: Final[dict[Item, float]] = {}
         """The time of the first cut that was timed of an item with several stages a rank."""
+        self.refined: Final[set[Item]] = set()
         self.looked: Final[set[Item]] = set()
 
     def _items(self) -> list[Item]:
@@ -59,24 +64,42 @@ class Visit:
 
     def visit(self) -> None:
         """Look at configurations in order of their bound until it passes the best time."""
-        state, items = self.search.state, self._items()
+        self.search.phase = "first looks"
+        self._visit(self._items())
+
+    def go_on(self) -> None:
+        """Look at what is open once more, with what effort there is now."""
+        state = self.search.state
+        self.search.phase = "looking on"
+        items = [item for _, item in state.open_items if item not in state.settled]
+        state.complete, state.open_items = True, []
+        state.open_cuts = [cut for cut in state.open_cuts if cut.item in state.settled]  # others are timed again
+        self._visit(items)
+
+    def _visit(self, items: list[Item]) -> None:
+        state, bounds, effort = self.search.state, self.search.bounds, self.search.effort
         most = max(configuration.gpus for configuration in self.search.configurations)
-        for several, full, share in PHASES:
+        used: dict[int, int] = {}
+        for (several, full, share), tensor in itertools.product(PHASES, self.search.tensors):
             places = [
                 place
                 for place, item in enumerate(items)
-                if (item.configuration.virtual > 1) == several and (item.configuration.gpus == most) == full
+                if (item.configuration.virtual > 1) == several
+                and (item.configuration.gpus == most) == full
+                and item.configuration.tensor == tensor
             ]
-            state.left = max(
-                int(share * self.search.effort), self.search.bounds.spent + int(share * self.search.effort) // 10
-            )
+            began = bounds.spent
+            state.left = began + max(int(share * effort) - used.get(tensor, 0), int(share * effort) // 10)
             self._visit_in_turn(items, places)
-        for more in MORE_ACTIONS:  # memory so short that what was timed is far from what is thinkable
+            used[tensor] = used.get(tensor, 0) + bounds.spent - began
+        for more, tensor in itertools.product(MORE_ACTIONS, self.search.tensors):
+            # memory so short that what was timed is far from what is thinkable
             open_s = min((bound for bound, _ in state.open_items), default=math.inf)
             if state.best is None or state.best_s <= FAR * open_s:
                 break
-            state.left = max(state.left, self.search.bounds.spent) + self.search.asked.effort * more
-            places = [place for place, item in enumerate(items) if item.configuration.virtual > 1]
+            state.left = max(state.left, bounds.spent) + self.search.times * more
+            shapes = [item.configuration for item in items]
+            places = [place for place, one in enumerate(shapes) if one.virtual > 1 and one.tensor == tensor]
             self._visit_in_turn(items, places)
         state.open_items = [(bound, item) for item, bound in {item: bound for bound, item in state.open_items}.items()]
 
@@ -88,7 +111,11 @@ class Visit:
     def _visit_some(self, items: list[Item], places: list[int]) -> None:
         state = self.search.state
         waiting = [
-            (self.search.bounds.known(items[place].configuration, fused=items[place].fused), 0, place)
+            (
+                self.search.bounds.known(items[place].configuration, fused=items[place].fused),
+                int(items[place] in self.refined),
+                place,
+            )
             for place in places
         ]
         heapq.heapify(waiting)
@@ -113,6 +140,7 @@ class Visit:
                 return
             if level == 0:
                 exact = self.search.bounds.refine(item.configuration, fused=item.fused, best_s=state.best_s)
+                self.refined.add(item)
                 heapq.heappush(waiting, (_rounded(exact) if item.configuration.virtual > 1 else exact, 1, index))
             elif level == 1 and item.configuration.virtual > 1:
                 heapq.heappush(promised, (max(key, self.several.promise(item)), 2, index))
@@ -129,10 +157,11 @@ class Visit:
         """Look at a configuration, if that is within the effort; with several stages a rank: at one cut at first."""
         if item in self.glances:
             return True
-        if not self._may_look(item):
+        if item in self.looked or not self._may_look(item):
             return False
         self.search.state.solved.add(item.configuration)
         if item.configuration.virtual == 1:
+            self.looked.add(item)
             self._look_at_cuts(item)
             return False
         self.glances[item] = self.several.glance(item)
@@ -160,8 +189,6 @@ class Visit:
     def _tell(
         self, now: tuple[float, int, int], queues: tuple[list[tuple[float, int, int]], ...], items: list[Item]
     ) -> None:
-        self.search.pulse()
-
         def left() -> int:
             waiting = itertools.chain((now,), *queues)
             return len({items[index].configuration for _, _, index in waiting} - self.search.state.solved)
