@@ -73,7 +73,7 @@ class _Course(Search):
         try:
             self._first(visit)
             self._go_on(visit)
-            while self.clock.max_seconds is not None and not state.complete and self.times < MOST_TIMES:
+            while self.clock.max_seconds is not None and not self._is_proven() and self.times < MOST_TIMES:
                 self.times, self.before = 2 * self.times, self.bounds.spent
                 visit.go_on()
                 self._go_on(visit)
@@ -85,7 +85,7 @@ class _Course(Search):
                 raise
             state.complete, state.interrupted = False, True
         assert state.best is not None, "a search that finds no plan raises"
-        least = self._least()
+        least = max(self.least_s, self._least())
         state.complete |= state.best_s <= least * (1 + EQUAL)
         left = set() if state.complete else self._left()
         state.complete = not left
@@ -120,15 +120,25 @@ class _Course(Search):
             self.phase = "going through what is left"
             state.complete = self._exhaust()
 
+    def _is_proven(self) -> bool:
+        """Whether what bounds say by now is enough; they are kept, as there may be no time for them at the end."""
+        state = self.state
+        self.least_s = max(self.least_s, self._least_now())
+        return state.complete or state.best_s <= self.least_s * (1 + EQUAL)
+
     def _least(self) -> float:
         """The least bound of all."""
-        state, every = self.state, self.configurations
+        state = self.state
         try:
             if not state.interrupted:
-                return self.bounds.least(every, state.best_s, lambda: self.spent() > 0, self.clock.is_over)
+                return self._least_now()
         except KeyboardInterrupt:
             state.complete, state.interrupted = False, True
-        return min(self.bounds.known(one, fused=False) for one in every)
+        return min(self.bounds.known(one, fused=False) for one in self.configurations)
+
+    def _least_now(self) -> float:
+        best_s = self.state.best_s
+        return self.bounds.least(self.configurations, best_s, lambda: self.spent() > 0, self.clock.is_over)
 
     def _first(self, visit: Visit) -> None:
         """First looks; where they find nothing in time, or nothing that fits, the leanest plan will do."""

@@ -103,6 +103,8 @@ class Search:
         self._bound_s = 0.0
         self.times = asked.effort
         """How many times the usual number of cuts and orders may be looked at."""
+        self.least_s = 0.0
+        """No configuration is faster, as far as that was proven while there was time."""
         self.before = 0
         """Effort spent when they were last made more."""
         self.graph: Final = LayerGraph.of(profile)

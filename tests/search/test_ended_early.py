@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from functools import cache
 
 import pytest
@@ -10,7 +11,9 @@ from support.chains import chain
 
 from planner.cluster import Cluster, ClusterLinks, Link, memory_limit, resolve
 from planner.search import Asked, Found, Progress, solve
+from planner.search.shortfall import NoPlanFitsError
 from planner.simulate import simulate
+from planner.units import parse_bytes
 
 PROFILE = chain(24)
 LINK = Link(latency_s=5e-6, bandwidth_bytes_per_s=50e9)
@@ -69,6 +72,46 @@ def test_an_interrupt_before_there_is_a_plan_is_one() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         solve(PROFILE, question(None), watch)
+
+
+@pytest.mark.parametrize("seconds", [0.0, None])
+def test_that_nothing_fits_is_said_only_where_all_was_looked_at(seconds: float | None) -> None:
+    asked = question(1)
+    with pytest.raises(NoPlanFitsError) as caught:
+        solve(PROFILE, dataclasses.replace(asked, max_seconds=seconds))
+    error = caught.value
+    assert error.ended_early == (seconds is not None)
+    assert error.message.startswith(
+        "no plan fits" if seconds is None else "no plan was found to fit within 0 s, and not"
+    )
+    assert ("--max-seconds" in (error.hint or "")) == error.ended_early
+    named = re.search(r"--memory (\S+)", error.smallest_change)
+    assert named is not None
+    cluster = dataclasses.replace(asked.cluster, memory_bytes=parse_bytes(named[1]))
+    check = solve(PROFILE, dataclasses.replace(asked, cluster=cluster))
+    assert check.best.peak_memory_bytes <= (memory_limit(cluster) or 0)
+
+
+def test_every_part_of_a_search_says_where_it_stands() -> None:
+    phases: dict[str, int] = {}
+
+    def watch(progress: Progress) -> None:
+        assert 0 <= progress.solved <= progress.configurations
+        assert progress.pruned <= progress.configurations
+        phases[progress.phase] = phases.get(progress.phase, 0) + 1
+
+    solve(PROFILE, question(12), watch)
+    assert {"first looks", "settling what may be faster", "going through what is left"} <= set(phases)
+
+
+@pytest.mark.slow
+def test_time_is_gone_on_with_where_the_usual_effort_leaves_a_gap() -> None:
+    usual = whole(12)
+    longer = solve(PROFILE, dataclasses.replace(question(12), max_seconds=20.0 * max(usual.seconds, 1.0)))
+    check_honest(longer, 12)
+    assert longer.best.iteration_s <= usual.best.iteration_s * (1 + 1e-9)
+    assert longer.bound_s >= usual.bound_s * (1 - 1e-9)
+    assert longer.proven or longer.interrupted
 
 
 @pytest.mark.slow
