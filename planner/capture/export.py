@@ -171,7 +171,7 @@ def _exported(
     apart = rebuilt(batch, copies)
     wrapper = WithLoss(model, model_file, watch).train()
     faked = contextlib.nullcontext() if fakes is None else fakes.exporting(model)
-    with _quiet(io.StringIO()), faked, stand_ins.placed(), watch.watching(), masks_unlooked_at():
+    with _quiet(io.StringIO()), faked, stand_ins.placed(), watch.watching(), _masks_unlooked_at():
         return torch.export.export(wrapper, (apart.inputs, apart.target), strict=False)
 
 
@@ -320,7 +320,7 @@ _patching = threading.Lock()
 
 
 @contextlib.contextmanager
-def masks_unlooked_at() -> Iterator[None]:
+def _masks_unlooked_at() -> Iterator[None]:
     """Within it nn.TransformerEncoder and -Decoder do not branch on whether the values of a mask are causal.
 
     A mask is then passed on as it is, which means the same; where it is a constant, masks.py finds out what it says.

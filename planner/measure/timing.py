@@ -36,8 +36,8 @@ Before them one of all stages makes what it is handed, and fills its gradients, 
 MOST_VISITS, FEWEST_VISITS = 4, 2
 SMALLEST_RUN = 0.05
 """Of the whole: what is smaller limits no pipeline, and is mostly the cost of entering a stage."""
-WORTH_SAYING = 0.03
-"""Of F + B: from so much on it is told what splitting a backward costs."""
+LEAST_SPLIT = 0.03
+"""Of F + B: from so much on what splitting a backward costs is counted."""
 ENOUGH_S = 60.0
 """Large models get fewer visits, so that timing takes about this long."""
 
@@ -116,12 +116,12 @@ def layer_seconds(figures: Figures, spreads: Sequence[float]) -> tuple[LayerSeco
     """All layers' figures; I and W are those of the split backward, scaled so that they make up a whole B.
 
     What splitting costs over all layers is shared out as far as each shows it: alone it is mostly noise. Where all of
-    them show less than ``WORTH_SAYING`` it is none: figures are not that exact, and proofs are cheaper without it.
+    them show less than ``LEAST_SPLIT`` it is none: figures are not that exact, and proofs are cheaper without it.
     """
     forward, backward, *halves = (figures(letter) for letter in (*_WHOLE, *_SPLIT[1:]))
     over = [split - f - b for split, f, b in zip(figures(*_SPLIT), forward, backward, strict=True)]
     shown = sum(max(0.0, one) for one in over)
-    counts = sum(over) > WORTH_SAYING * (sum(forward) + sum(backward))
+    counts = sum(over) > LEAST_SPLIT * (sum(forward) + sum(backward))
     share = sum(over) / shown if counts else 0.0
     return tuple(
         LayerSeconds(

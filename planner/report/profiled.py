@@ -162,7 +162,7 @@ def _remarks(measured: Measured, change: Difference | None, earlier: Profile | N
         size = sizes[costs.index(dearest)]
         yield (
             f"F and a backward split into I and W take {dearest:.0%} longer here than F and B (micro-batch size "
-            f"{size}): plans count it, and zero-bubble orders win where their bubble is larger than that"
+            f"{size}): plans count it, and zero-bubble orders win where they save more than that"
         )
     entry_s = dict(zip(sizes, measured.entry_s, strict=True))
     for accuracy in profile.accuracy or ():

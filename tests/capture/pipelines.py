@@ -11,7 +11,7 @@ from random import Random
 import torch
 from torch import Tensor, nn
 
-from planner.capture import Batch, Capture, RandomKey, Stage, microbatch
+from planner.capture import Batch, Capture, EagerReference, RandomKey, Stage, microbatch
 
 
 @dataclass
@@ -21,6 +21,14 @@ class Trained:
     losses: list[Tensor]
     gradients: dict[str, Tensor | None]
     buffers: dict[str, Tensor]
+
+
+def eager_step(captured: Capture, batch: Batch) -> tuple[Trained, bool]:
+    """A step of the user's own model, and whether its random numbers were those of the layers."""
+    eager = EagerReference(captured)
+    losses = eager.step(batch, seed=7, step=0)
+    gradients = {name: parameter.grad for name, parameter in eager.module.named_parameters()}
+    return Trained(losses, gradients, dict(eager.module.named_buffers())), eager.aligned
 
 
 @dataclass

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import planner.examples
-from planner.capture import Capture, EagerReference
+from planner.capture import Capture
 from tests.capture.captures import captured_at
-from tests.capture.pipelines import Pipeline, Trained, differences, even_cut, gpipe, one_f_one_b
+from tests.capture.pipelines import Pipeline, Trained, differences, eager_step, even_cut, gpipe, one_f_one_b
 
 MICROBATCHES = 3
 EXAMPLES = Path(planner.examples.__file__).parent
@@ -81,14 +81,8 @@ def test_split_backward_of_all_layers_equals_whole_backward(captured: Capture, w
 
 def test_one_stage_equals_plain_pytorch(captured: Capture, whole: Trained) -> None:
     batch = next(captured.model_file.data(2 * MICROBATCHES))
-    eager = EagerReference(captured)
-    losses = eager.step(batch, seed=7, step=0)
-    plain = Trained(
-        losses,
-        {name: parameter.grad for name, parameter in eager.module.named_parameters()},
-        dict(eager.module.named_buffers()),
-    )
-    assert eager.aligned
+    plain, aligned = eager_step(captured, batch)
+    assert aligned
     found = set(differences(whole, plain))
     assert found <= SUMMED_BY_LAYER.get(captured.model_file.name, set())
     for name in found:

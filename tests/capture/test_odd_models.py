@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from planner.capture import EagerReference, capture, load_model_file
+from planner.capture import capture, load_model_file
 from planner.errors import InputError
 from tests.capture.odd_models import HEAD, ODD_MODELS, ROWS
-from tests.capture.pipelines import Pipeline, Trained, differences, even_cut, gpipe, one_f_one_b
+from tests.capture.pipelines import Pipeline, differences, eager_step, even_cut, gpipe, one_f_one_b
 
 MICROBATCHES = 3
 
@@ -32,14 +32,8 @@ def test_cut_anywhere_it_trains_as_plain_pytorch(name: str, tmp_path: Path) -> N
         pipeline = Pipeline(captured, even_cut(captured, stages), recompute=recompute)
         step = pipeline.step(batch, MICROBATCHES, actions=order(stages, MICROBATCHES, split=split))
         assert differences(whole, step) == [], (stages, split, recompute)
-    eager = EagerReference(captured)
-    losses = eager.step(batch, seed=7, step=0)
-    plain = Trained(
-        losses,
-        {name: parameter.grad for name, parameter in eager.module.named_parameters()},
-        dict(eager.module.named_buffers()),
-    )
-    assert eager.aligned
+    plain, aligned = eager_step(captured, batch)
+    assert aligned
     assert differences(whole, plain) == []
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.measure.passes import SPLIT_FORWARD
-from planner.measure.timing import WORTH_SAYING, even_bounds, layer_seconds
+from planner.measure.timing import LEAST_SPLIT, even_bounds, layer_seconds
 from planner.schedules import Letter
 
 seconds = st.floats(0.01, 10)
@@ -55,4 +55,4 @@ def test_halves_make_up_the_whole_and_what_splitting_costs_stands_apart(layers: 
         whole += forward + backward
         split += before + by_input + by_weight
     more = split - whole
-    assert sum(one.split for one in made) == pytest.approx(more if more > WORTH_SAYING * whole else 0.0)
+    assert sum(one.split for one in made) == pytest.approx(more if more > LEAST_SPLIT * whole else 0.0)
