@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from planner.errors import InputError
@@ -42,6 +43,9 @@ __all__ = ["Progress", "solve"]
 MOST_TIMES: Final = 2**16
 """With a time given: effort is doubled up to so many times the usual; a search so small is through."""
 
+_BETWEEN_COLLECTIONS: Final = 200_000
+"""New objects between two looks for cycles."""
+
 
 def solve(profile: Profile, asked: Asked, watch: Watch | None = None) -> Found:
     """The best plan for what is asked, with its proof.
@@ -49,6 +53,22 @@ def solve(profile: Profile, asked: Asked, watch: Watch | None = None) -> Found:
     Raises NoPlanFitsError where no plan fits the memory, and InputError where nothing can be searched.
     """
     clock = Clock(asked.max_seconds)
+    with _rare_collections():
+        return _solved(profile, asked, clock, watch)
+
+
+@contextlib.contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Orders are hundreds of thousands of small tuples: to look for cycles among them takes a tenth of a search."""
+    usual = gc.get_threshold()
+    gc.set_threshold(_BETWEEN_COLLECTIONS, *usual[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*usual)
+
+
+def _solved(profile: Profile, asked: Asked, clock: Clock, watch: Watch | None) -> Found:
     if asked.zero1:
         profile = dataclasses.replace(profile, optimizer=profile.optimizer.sharded(_replicas(asked)))
     made = smaller(LayerGraph.of(profile), asked)

@@ -7,6 +7,7 @@ tied parameter of n gradient bytes      latency + n / bandwidth for each hop bet
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import pairwise
 
 from planner.cluster import ring_link
@@ -22,9 +23,10 @@ def closings(job: Job, schedule: Schedule, ends_s: list[list[float]]) -> tuple[C
     done = [ended[-1] if ended else 0.0 for ended in ends_s]
     share, kind = (0.5, ClosingKind.REDUCE_SCATTER) if job.zero1 else (1.0, ClosingKind.ALL_REDUCE)
     if job.data > 1:
+        counts = Counter(stage.rank for stage in job.stages)
         for rank, order in enumerate(schedule):
             free = 0.0
-            for stage, ready in _last_backwards(order, ends_s[rank]):
+            for stage, ready in _last_backwards(order, ends_s[rank], counts[rank]):
                 seconds = share * all_reduce_s(job, stage)
                 start, free = max(free, ready), max(free, ready) + seconds
                 found.append(Closing(rank, kind, str(stage), start, free))
@@ -85,11 +87,15 @@ def _repeats(job: Job, tie: Tie, rank: int) -> int:
     return max(0, sum(job.stages[stage].rank == rank for stage in tie.stages) - 1)
 
 
-def _last_backwards(order: tuple[tuple[int, Letter, int], ...], ended: list[float]) -> list[tuple[int, float]]:
-    """A rank's stages and the end of the last B or W of each, in the order in which they end."""
+def _last_backwards(
+    order: tuple[tuple[int, Letter, int], ...], ended: list[float], stages: int
+) -> list[tuple[int, float]]:
+    """The ``stages`` stages of a rank and the end of the last B or W of each, in the order in which they end."""
     found: dict[int, float] = {}
     for position in range(len(order) - 1, -1, -1):
         stage, letter, _ = order[position]
-        if letter in (Letter.BACKWARD, Letter.BACKWARD_WEIGHT):
+        if letter is Letter.BACKWARD or letter is Letter.BACKWARD_WEIGHT:
             found.setdefault(stage, ended[position])
+            if len(found) == stages:
+                break
     return list(reversed(found.items()))

@@ -35,8 +35,9 @@ _Hold = tuple[float, float, int]
 _Holds = tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], int]
 """The same for every micro-batch of a stage."""
 
-_FORWARD, _BACK, _WEIGHT = Letter.FORWARD.value, Letter.BACKWARD.value, Letter.BACKWARD_WEIGHT.value
-_BACKWARDS = (Letter.BACKWARD, Letter.BACKWARD_INPUT)
+_FORWARD, _BACK, _WEIGHT = Letter.FORWARD, Letter.BACKWARD, Letter.BACKWARD_WEIGHT
+_ROWS = {_FORWARD: 0, _BACK: 1, Letter.BACKWARD_INPUT: 1, _WEIGHT: 2}
+"""Where the times of each letter stand: a micro-batch of a stage has either a B or an I."""
 
 
 def passages(walk: Walk, schedule: Schedule, walked: Walked) -> tuple[Passage, ...]:
@@ -110,21 +111,23 @@ class _Times:
     """
 
     def __init__(self, walk: Walk, schedule: Schedule, walked: Walked) -> None:
-        job = walk.job
-        keys = [(letter, stage.stage) for stage in job.stages for letter in (_FORWARD, _BACK, _WEIGHT)]
-        begun = {key: [0.0] * job.num_microbatches for key in keys}
-        ended = {key: [0.0] * job.num_microbatches for key in keys}
-        split: list[list[int]] = [[] for _ in job.stages]
-        for rank, order in enumerate(schedule):
-            for (stage, letter, m), start, end in zip(order, walked.starts_s[rank], walked.ends_s[rank], strict=True):
-                key = (_BACK if letter in _BACKWARDS else letter.value, stage)
-                begun[key][m] = start
-                ended[key][m] = end
-                if letter is Letter.BACKWARD_WEIGHT:
-                    split[stage].append(m)
-        self.split = [np.array(sorted(own), dtype=np.int64) for own in split]
-        self.starts = {key: np.array(times) for key, times in begun.items()}
-        self.ends = {key: np.array(times) for key, times in ended.items()}
+        stages, count = len(walk.job.stages), walk.job.num_microbatches
+        self._starts = np.zeros((3, stages, count))
+        self._ends = np.zeros((3, stages, count))
+        split = np.zeros((stages, count), dtype=np.bool_)
+        for order, begun, ended in zip(schedule, walked.starts_s, walked.ends_s, strict=True):
+            if not order:
+                continue
+            stage, letters, microbatch = zip(*order, strict=True)
+            row = [_ROWS[letter] for letter in letters]
+            place = (np.array(row), np.array(stage), np.array(microbatch))
+            self._starts[place] = begun
+            self._ends[place] = ended
+            weights = place[0] == _ROWS[Letter.BACKWARD_WEIGHT]
+            split[place[1][weights], place[2][weights]] = True
+        self.split = [np.flatnonzero(own) for own in split]
+        self.starts = {(key, stage): self._starts[row, stage] for key, row in _ROWS.items() for stage in range(stages)}
+        self.ends = {(key, stage): self._ends[row, stage] for key, row in _ROWS.items() for stage in range(stages)}
 
 
 def _held_by_stage(stage: Stage, times: _Times) -> Iterator[_Holds]:
@@ -154,8 +157,11 @@ def _most(holds: list[_Holds], iteration_s: float) -> int:
         return 0
     begin, end = np.concatenate([hold[0] for hold in holds]), np.concatenate([hold[1] for hold in holds])
     size = np.concatenate([np.full(len(hold[0]), hold[2], dtype=np.int64) for hold in holds])
-    _, change = _changes(begin, end, size, iteration_s)
-    return max(0, int(np.cumsum(change).max()))
+    times, change = np.concatenate([begin, np.maximum(begin, end)]), np.concatenate([size, -size])
+    order = times.argsort()
+    later = np.diff(times[order]) > _ONE_INSTANT * iteration_s
+    held = np.cumsum(change[order])  # at one instant all come and go at once: only its last sum counts
+    return max(0, int(held[np.append(later, True)].max()))
 
 
 def resident_bytes(job: Job, rank: int) -> int:

@@ -48,13 +48,22 @@ class Walk:
         self.durations: tuple[Durations, ...] = tuple(map(durations, job.stages))
         self.sends: tuple[Handover, ...] = tuple(handover(stage, stage.sends, job, links) for stage in job.stages)
         self.returns: tuple[Handover, ...] = tuple(handover(stage, stage.returns, job, links) for stage in job.stages)
+        self._last: tuple[Schedule, Walked] | None = None
 
     def run(self, schedule: Schedule, *, apart: bool = False) -> Walked:
         """Starts and ends of every action. Raises InputError where the schedule waits for ever.
 
         ``apart``: activations and gradients have links of their own, so that the schedule's rows may be more than the
         ranks: one rank's forwards beside its backwards, each row in order. No order of that rank is faster.
+        What was walked last is there at once: who looks at its time asks for its memory next.
         """
+        if apart:
+            return self._run(schedule, apart=True)
+        if self._last is None or self._last[0] is not schedule:
+            self._last = (schedule, self._run(schedule, apart=False))
+        return self._last[1]
+
+    def _run(self, schedule: Schedule, *, apart: bool) -> Walked:
         kinds = _Kinds(self, apart)
         forward, backward, backward_input, weight = kinds.forward, kinds.backward, kinds.backward_input, kinds.weight
         is_forward, is_backward, is_weight = Letter.FORWARD, Letter.BACKWARD, Letter.BACKWARD_WEIGHT
