@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from planner.capture.batch import Batch, leaves
+from planner.capture.gradients import Gradients
 from planner.capture.program import Boundary, StageProgram
 from planner.capture.seeds import RandomKey
 from planner.capture.split import WeightQueue
@@ -78,12 +79,22 @@ class Stage:
         buffers = dict(module.named_buffers(remove_duplicate=False))
         self._parameters = {name: parameters[name] for name in program.parameters}
         self._leaves = [_leaf_of(parameters[leaf.parameter]) for leaf in program.leaves]
+        self._gradients: Gradients | None = None
         self._buffers = [buffers[name] for name in program.buffers]
         self._changed = [name in program.changed_buffers for name in program.buffers]
         self._token = torch.zeros((), requires_grad=True)
         self._pending: dict[int, _Pending] = {}
         self._detached: list[Tensor] = []
         self._loss_gradient: tuple[float, Tensor] | None = None
+
+    def keep_gradients(self, places: Mapping[str, Tensor]) -> Gradients:
+        """From now on gradients gather in memory that stays from step to step: a parameter's in ``places``, or its own.
+
+        What ``finish_gradients`` sets as ``.grad`` lies there, and is written over by the next step.
+        """
+        names = [leaf.parameter for leaf in self.program.leaves]
+        self._gradients = Gradients(names, self._leaves, places)
+        return self._gradients
 
     # --- actions ------------------------------------------------------------------------------------------------------
 
@@ -168,10 +179,15 @@ class Stage:
 
     def tied_gradient(self, name: str, partial: Tensor | None) -> Tensor | None:
         """This stage's gradients of a parameter added, last layer first, onto what came from the stages after it."""
-        total = partial
+        if self._gradients is not None:
+            self._gradients.settle()
+        total, own = partial, False
         for leaf, tensor in zip(reversed(self.program.leaves), reversed(self._leaves), strict=True):
             if leaf.parameter == name and tensor.grad is not None:
-                total = tensor.grad if total is None else total + tensor.grad
+                if total is None:
+                    total, own = tensor.grad, self._gradients is not None
+                else:
+                    total = total.add_(tensor.grad) if own else total + tensor.grad
         return total
 
     def finish_gradients(
@@ -187,7 +203,8 @@ class Stage:
         totals = tied_totals or {}
         for name, parameter in self._parameters.items():
             if names is None or name in names:
-                parameter.grad = totals[name] if name in totals else self.tied_gradient(name, None)
+                total = totals[name] if name in totals else self.tied_gradient(name, None)
+                parameter.grad = total if self._gradients is None else self._gradients.kept(name, total)
         if self.program.sharding is not None:
             self.program.sharding.sum_late(
                 {name: value for name, value in self._parameters.items() if names is None or name in names}
@@ -195,6 +212,8 @@ class Stage:
         for leaf, tensor in zip(self.program.leaves, self._leaves, strict=True):
             if names is None or leaf.parameter in names:
                 tensor.grad = None
+        if self._gradients is not None:
+            self._gradients.begin()
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -266,10 +285,11 @@ class Stage:
         pending.edges.clear()
         pending.loss = None
         if roots:
-            # what torch.autograd.backward calls, after checks of shapes that take as long as a small stage's backward
-            _engine_run_backward(
-                tuple(roots), tuple(given), False, False, (), allow_unreachable=True, accumulate_grad=True
-            )
+            with contextlib.nullcontext() if self._gradients is None else self._gradients.gathering():
+                # what torch.autograd.backward calls, after checks of shapes that take as long as a small stage's own
+                _engine_run_backward(
+                    tuple(roots), tuple(given), False, False, (), allow_unreachable=True, accumulate_grad=True
+                )
         return pending
 
     def _gradient_of_loss(self, loss_scale: float) -> Tensor:
@@ -311,8 +331,20 @@ class Stage:
                     if gradient is not None:
                         sums[number] = gradient if number not in sums else sums[number] + gradient
                     if left[number] == 0 and number in sums:
-                        _accumulate(self._leaves[number], sums.pop(number))
+                        self._accumulate(number, sums.pop(number))
                 del arguments
+
+    def _accumulate(self, number: int, gradient: Tensor) -> None:
+        """As autograd does it: the first gradient in the layout of the leaf, the others added in place."""
+        leaf = self._leaves[number]
+        if leaf.grad is not None:
+            leaf.grad.add_(gradient)
+        elif self._gradients is not None:
+            leaf.grad = self._gradients.places[number].copy_(gradient)
+        elif gradient.stride() == leaf.stride() and gradient.dtype == leaf.dtype:
+            leaf.grad = gradient
+        else:
+            leaf.grad = torch.empty_like(leaf, memory_format=torch.preserve_format).copy_(gradient)
 
 
 def _drop(_: Any) -> Any:
@@ -322,13 +354,3 @@ def _drop(_: Any) -> Any:
 def _leaf_of(parameter: Tensor) -> Tensor:
     """A leaf that shares the parameter's memory, and collects gradients of its own."""
     return parameter.detach().requires_grad_(parameter.requires_grad)
-
-
-def _accumulate(leaf: Tensor, gradient: Tensor) -> None:
-    """As autograd does it: the first gradient in the layout of the leaf, the others added in place."""
-    if leaf.grad is not None:
-        leaf.grad.add_(gradient)
-    elif gradient.stride() == leaf.stride() and gradient.dtype == leaf.dtype:
-        leaf.grad = gradient
-    else:
-        leaf.grad = torch.empty_like(leaf, memory_format=torch.preserve_format).copy_(gradient)

@@ -58,11 +58,27 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """Parameters whose gradients are summed together; replica d has elements d · chunk to (d+1) · chunk."""
+    """Parameters whose gradients are summed together; replica d has elements d · chunk to (d+1) · chunk.
+
+    ``flat``: where the gradients lie; a replica's part of their sum comes where its own lay.
+    """
 
     places: tuple[_Place, ...]
     chunk: int
-    dtype: torch.dtype
+    flat: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.flat.dtype
+
+    def chunk_of(self, replica: int) -> Tensor:
+        """A replica's gradients."""
+        return self.flat[replica * self.chunk : (replica + 1) * self.chunk]
+
+    @classmethod
+    def of(cls, places: tuple[_Place, ...], chunk: int, replicas: int) -> _Bucket:
+        like = places[0].parameter.detach()
+        return cls(places, chunk, like.new_zeros(chunk * replicas))
 
     def pieces(self, place: _Place, replicas: int) -> list[Piece]:
         """Of one of its parameters."""
@@ -80,8 +96,6 @@ class _Flying(NamedTuple):
     bucket: _Bucket
     given: set[str]
     work: Any
-    own: Tensor
-    flat: Tensor
 
 
 class Shards:
@@ -106,6 +120,12 @@ class Shards:
         by_element = type(optimizer) in _ELEMENTWISE
         self._buckets = [bucket for row in rows for bucket in _buckets(row, replicas, by_element=by_element)]
         self._flying: list[_Flying] = []
+        self.places = {
+            place.name: bucket.flat.as_strided(place.parameter.shape, place.parameter.stride(), place.start)
+            for bucket in self._buckets
+            for place in bucket.places
+        }
+        """Where the gradient of each parameter is summed: best made there."""
         self._of = {place.name: (bucket, place) for bucket in self._buckets for place in bucket.places}
         self._layout = {name: bucket.pieces(place, replicas) for name, (bucket, place) in self._of.items()}
         self.pieces: dict[str, nn.Parameter] = {}
@@ -159,22 +179,24 @@ class Shards:
         for bucket in self._buckets:
             if bucket.places[0].name not in wanted:
                 continue
-            flat = torch.zeros(
-                bucket.chunk * self._replicas, dtype=bucket.dtype, device=bucket.places[0].parameter.device
-            )
             given = set()
             for place in bucket.places:
                 gradient, place.parameter.grad = place.parameter.grad, None
-                if gradient is not None:
-                    given.add(place.name)
-                    flat.as_strided(gradient.shape, place.parameter.stride(), place.start).copy_(gradient)
-            own = flat.new_empty(bucket.chunk)
-            self._flying.append(_Flying(bucket, given, self._group.start_scatter(own, flat), own, flat))
+                there = self.places[place.name]
+                if gradient is None:
+                    there.zero_()
+                    continue
+                given.add(place.name)
+                if gradient is not there:
+                    there.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+            own = bucket.chunk_of(self._replica)
+            self._flying.append(_Flying(bucket, given, self._group.start_scatter(own, bucket.flat)))
 
     def finish(self) -> None:
         """Wait for all sums: they are the ``.grad`` of the pieces whose parameters had one."""
-        for bucket, given, work, own, _ in self._flying:
+        for bucket, given, work in self._flying:
             self._group.finish_sum(work)
+            own = bucket.chunk_of(self._replica)
             offset = self._replica * bucket.chunk
             for place in bucket.places:
                 piece = self._own(place.name)
@@ -271,23 +293,23 @@ def _buckets(row: Mapping[str, nn.Parameter], replicas: int, *, by_element: bool
     for dtype in dict.fromkeys(parameter.dtype for parameter in row.values()):
         named = {name: parameter for name, parameter in row.items() if parameter.dtype is dtype and parameter.numel()}
         if named:
-            made.append(_by_element(named, replicas, dtype) if by_element else _by_whole(named, replicas, dtype))
+            made.append(_by_element(named, replicas) if by_element else _by_whole(named, replicas))
     return made
 
 
-def _by_element(named: Mapping[str, nn.Parameter], replicas: int, dtype: torch.dtype) -> _Bucket:
+def _by_element(named: Mapping[str, nn.Parameter], replicas: int) -> _Bucket:
     places, end = [], 0
     for name, parameter in named.items():
         places.append(_Place(name, parameter, end))
         end = _aligned(end + parameter.numel())
-    return _Bucket(tuple(places), _aligned(-(-end // replicas)), dtype)
+    return _Bucket.of(tuple(places), _aligned(-(-end // replicas)), replicas)
 
 
 def _aligned(count: int) -> int:
     return -(-count // _ALIGNED) * _ALIGNED
 
 
-def _by_whole(named: Mapping[str, nn.Parameter], replicas: int, dtype: torch.dtype) -> _Bucket:
+def _by_whole(named: Mapping[str, nn.Parameter], replicas: int) -> _Bucket:
     loads = [0] * replicas
     owners: dict[str, tuple[int, int]] = {}
     for name in sorted(named, key=lambda name: -named[name].numel()):
@@ -295,5 +317,5 @@ def _by_whole(named: Mapping[str, nn.Parameter], replicas: int, dtype: torch.dty
         owners[name] = (owner, loads[owner])
         loads[owner] += named[name].numel()
     chunk = max(loads)
-    places = (_Place(name, named[name], owner * chunk + start) for name, (owner, start) in owners.items())
-    return _Bucket(tuple(places), chunk, dtype)
+    places = [_Place(name, named[name], owner * chunk + start) for name, (owner, start) in owners.items()]
+    return _Bucket.of(tuple(places), chunk, replicas)

@@ -92,7 +92,7 @@ class Trainer:
         self._device = device
         self._transport = transport
         self._group = group
-        self._replicas = None if group is None else Replicas(group)
+        self._replicas: Replicas | Shards | None = None
         self._board = board
         self._tied = {name for name, _ in found.ties}
         self._order = tuple(step.action for step in program.steps)
@@ -111,6 +111,9 @@ class Trainer:
                 self.optimizer = NamedOptimizer(optimizer, self.shards.pieces, cut=self.shards.cut)
             else:
                 self.optimizer = NamedOptimizer(optimizer, self.parameters)
+        if group is not None:
+            self._replicas = self.shards or Replicas(self._rows(), group)
+        self._gradient_bytes = self._keep_gradients() if len(shape.replicas) == 1 else 0
         self._stopwatch: Stopwatch = CudaStopwatch() if device.type == "cuda" else HostStopwatch()
         self._executor = Executor(
             program,
@@ -180,12 +183,12 @@ class Trainer:
         if self._replicas is not None:
             for name in sorted(self._tied & self.parameters.keys()):
                 self._start_sum([name])
-            (self._replicas if self.shards is None else self.shards).finish()
+            self._replicas.finish()
         self._executor.next_step()
         return losses, spans
 
     def _update(self) -> tuple[Mark, Mark]:
-        """Step the optimizer, unless a gradient in float16 overflowed somewhere; then let all gradients go.
+        """Step the optimizer, unless a gradient in float16 overflowed somewhere; then no parameter has a gradient.
 
         Returns when the optimizer's step began and ended.
         """
@@ -206,31 +209,39 @@ class Trainer:
 
     def _sharded(self, optimizer: torch.optim.Optimizer, group: Group) -> Shards:
         """This replica's share of the optimizer: of each stage's parameters, and of each tied one, a part."""
-        stages = self._stages.values()
-        rows = [[name for name in stage.program.parameters if name not in self._tied] for stage in stages]
+        (replica,) = self._shape.replicas
+        return Shards(self._rows(), optimizer, replica=replica, replicas=self._shape.data, group=group)
+
+    def _rows(self) -> list[dict[str, nn.Parameter]]:
+        """The parameters trained here, those in a row summed together over the replicas: a stage's, each tied one."""
+        rows: list[Sequence[str]] = [self._own(stage) for stage in self._stages.values()]
         rows += [[name] for name in sorted(self._tied & self.parameters.keys())]
         trained = {name: value for name, value in self.parameters.items() if value.requires_grad}
-        (replica,) = self._shape.replicas
-        return Shards(
-            [{name: trained[name] for name in row if name in trained} for row in rows],
-            optimizer,
-            replica=replica,
-            replicas=self._shape.data,
-            group=group,
-        )
+        return [{name: trained[name] for name in row if name in trained} for row in rows]
+
+    def _own(self, stage: Stage) -> list[str]:
+        """The parameters that no other stage uses."""
+        return [name for name in stage.program.parameters if name not in self._tied]
+
+    def _keep_gradients(self) -> int:
+        """Let the stages' gradients gather where they are summed over the replicas; the bytes that gradients take."""
+        places = {} if self._replicas is None else self._replicas.places
+        kept = list(places.values())
+        for stage in self._stages.values():
+            own = {name: places[name] for name in self._own(stage) if name in places}
+            kept += stage.keep_gradients(own).places.values()
+        storages = {place.untyped_storage().data_ptr(): place.untyped_storage().nbytes() for place in kept}
+        return sum(storages.values())
 
     def _sum_stage(self, stage: Stage) -> None:
         """Begin to add up a stage's gradients over the replicas: all backwards of the stage have run."""
-        own = [name for name in stage.program.parameters if name not in self._tied]
+        own = self._own(stage)
         stage.finish_gradients(names=own)
         self._start_sum(own)
 
     def _start_sum(self, names: Sequence[str]) -> None:
         assert self._replicas is not None
-        if self.shards is None:
-            self._replicas.start(self.parameters[name] for name in names)
-        else:
-            self.shards.start(names)
+        self._replicas.start(names)
 
     def _share(self, step: int, batch: Batch, replica: int) -> tuple[list[Batch], list[RandomKey]]:
         """A replica's micro-batches, and what their random numbers hang on; the whole batch where no stage reads it."""
@@ -257,6 +268,11 @@ class Trainer:
         return tuple(torch.cat(self._group.gather(row, self._shape.data)).tolist())
 
     @property
+    def reads_data(self) -> bool:
+        """Whether a stage of this rank reads inputs or targets."""
+        return self._reads_data
+
+    @property
     def order(self) -> tuple[Action, ...]:
         """The actions of a step."""
         return self._order
@@ -275,12 +291,12 @@ class Trainer:
     def peak_memory_bytes(self) -> int:
         """The most memory this rank held: as the allocator saw it on CUDA, by counting tensors on the CPU.
 
-        Counted: parameters, buffers and optimizer state, and the fullest moment of the first step's other tensors:
-        gradients, what F saved, messages, and what the ops themselves made.
+        Counted: parameters, gradients, buffers and optimizer state, and the fullest moment of the first step's other
+        tensors: what F saved, messages, and what the ops themselves made.
         """
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
-        owned = total_bytes([*self.parameters.values(), *self.buffers.values()])
+        owned = total_bytes([*self.parameters.values(), *self.buffers.values()]) + self._gradient_bytes
         return owned + state_bytes(self.optimizer.optimizer if self.optimizer else None) + self._live_bytes
 
 

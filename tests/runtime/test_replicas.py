@@ -18,40 +18,45 @@ from planner.schedules import Placement, ScheduleName
 CPU = torch.device("cpu")
 
 
-def replicas(folder: Path) -> Replicas:
+def replicas(folder: Path, named: dict[str, nn.Parameter]) -> Replicas:
     """Of a group with this process alone: what it sums stays as it is."""
     store = dist.FileStore(str(folder / "store"), 1)  # type: ignore[attr-defined]
-    return Replicas(Group(Communicators(store, device=CPU, one_node=True).make("alone", 0, 1)))
+    return Replicas([named], Group(Communicators(store, device=CPU, one_node=True).make("alone", 0, 1)))
 
 
-def parameter(gradient: torch.Tensor | None, dtype: torch.dtype = torch.float32) -> nn.Parameter:
-    made = nn.Parameter(torch.zeros(() if gradient is None else gradient.shape, dtype=dtype))
-    made.grad = gradient
-    return made
+LAID_OUT = {
+    "plain": torch.zeros(3, 5),
+    "turned": torch.zeros(4, 6).t(),
+    "channels last": torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last),
+    "scalar": torch.tensor(0.0),
+    "empty": torch.zeros(0, 3),
+    "double": torch.zeros(7).double(),
+}
 
 
-def test_gradients_stay_as_they_were_laid_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("step", ["in place", "elsewhere", "sparse"])
+def test_sums_are_laid_out_as_autograd_lays_gradients_out(step: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    gradients = {
-        "plain": torch.randn(3, 5),
-        "turned": torch.randn(4, 6).t(),
-        "channels last": torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
-        "with gaps": torch.randn(6, 6)[:, ::2],
-        "expanded": torch.randn(3, 1).expand(3, 4),
-        "scalar": torch.tensor(2.0),
-        "empty": torch.zeros(0, 3),
-        "double": torch.randn(7).double(),
-    }
-    rows = {name: parameter(gradient, gradient.dtype) for name, gradient in gradients.items()}
-    values = {name: gradient.clone() for name, gradient in gradients.items()}
-    one = replicas(tmp_path)
-    one.start([*rows.values(), parameter(None)])
+    rows = {name: nn.Parameter(value.clone(memory_format=torch.preserve_format)) for name, value in LAID_OUT.items()}
+    rows["none"] = nn.Parameter(torch.zeros(2))
+    one = replicas(tmp_path, rows)
+    values = {name: torch.randn_like(value) for name, value in LAID_OUT.items()}
+    for name, value in values.items():
+        if step == "in place":
+            rows[name].grad = one.places[name].copy_(value)
+        else:
+            rows[name].grad = value.to_sparse() if step == "sparse" and name == "plain" else value
+    one.start(rows)
     one.finish()
-    for name, row in rows.items():
-        assert row.grad is not None
-        assert torch.equal(row.grad, values[name]), name
-        if name not in ("with gaps", "expanded"):
-            assert row.grad.stride() == gradients[name].stride(), name
+    assert rows["none"].grad is None
+    for name, value in values.items():
+        by_autograd = rows[name].detach().requires_grad_()
+        by_autograd.sum().backward()
+        found = rows[name].grad
+        assert found is not None
+        assert by_autograd.grad is not None
+        assert torch.equal(found, value), name
+        assert found.stride() == by_autograd.grad.stride(), name
     buckets = {row.grad.untyped_storage().data_ptr() for row in rows.values() if row.grad is not None}
     assert len(buckets) == 2, "one for each type"
 
