@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from planner.allocator import keep_freed_memory
 from planner.capture import Batch, Capture, ModelFile, capture_as, load_model_file
+from planner.capture.batch import named_leaves
 from planner.errors import InputError
 from planner.runtime.assembly import assemble
 from planner.runtime.board import Board, State
@@ -77,6 +78,13 @@ def main(job: RunJob) -> None:
 def _tell(store: Store, failure: Failure) -> None:
     """Leave the failure for every launcher; the first one stands."""
     store.compare_set(FAILURE_KEY, "", failure.to_json())
+
+
+def _digest(tensor: Tensor) -> str:
+    """Of a tensor's type, shape and values."""
+    found = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
+    found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 class _Worker:
@@ -164,7 +172,10 @@ class _Worker:
         ended = time.perf_counter()
         for step in range(job.start, job.steps):
             self.writer.step(step)
-            record = trainer.step(step, next(batches))
+            batch = next(batches)
+            if step == job.start:
+                self._check_same_data(model_file, batch)
+            record = trainer.step(step, batch)
             figures.add(record)
             now = time.perf_counter()
             self.writer.done(step, loss=record.loss, seconds=now - ended)
@@ -181,6 +192,22 @@ class _Worker:
                 figures.begin()
                 ended = time.perf_counter()
         return figures
+
+    def _check_same_data(self, model_file: ModelFile, batch: Batch) -> None:
+        """That all processes whose stages read the data are given the same: else targets belong to other inputs."""
+        if not self.made.trainer.reads_data:
+            return
+        own = json.dumps({"rank": self.place.process} | {name: _digest(value) for name, value in named_leaves(batch)})
+        first = json.loads(self.store.compare_set("data", "", own))
+        mine = json.loads(own)
+        differing = [name for name in mine if name != "rank" and mine[name] != first.get(name)]
+        if differing:
+            raise model_file.fault(
+                "data" if "data" in model_file.functions else "batch",
+                f"gives rank {mine['rank']} other data than rank {first['rank']} "
+                f"({', '.join(differing)} of step {self.job.start + 1})",
+                "draw with torch's own random numbers or a fixed seed: every rank must be given the same",
+            )
 
     def _is_due(self, step: int) -> bool:
         """Whether there is a checkpoint before step ``step``."""

@@ -1,0 +1,53 @@
+"""Data that is not the same on every rank ends a run before it trains on targets that belong to other inputs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.launched import Command
+from support.runs import plan_of, write_plan
+
+MODEL = """
+import os
+import numpy, torch
+from torch import nn
+
+def model():
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 2))
+
+def batch(size):
+    return torch.randn(size, 4), torch.randn(size, 2)
+
+def loss(output, target):
+    return nn.functional.mse_loss(output, target)
+
+"""
+DATA = {
+    "inputs": "yield torch.tensor(numpy.random.default_rng().random((size, 4))).float(), torch.ones(size, 2)",
+    "target": "yield torch.ones(size, 4), torch.full((size, 2), float(os.getpid()))",
+    "": "yield torch.randn(size, 4), torch.randn(size, 2)",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("differing", DATA)
+@pytest.mark.parametrize("shape", ["pipeline", "replicas"])
+def test_every_rank_must_be_given_the_same(differing: str, shape: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(f"{MODEL}\ndef data(size):\n    while True:\n        {DATA[differing]}\n")
+    sizes = {"num_ranks": 2} if shape == "pipeline" else {"num_ranks": 1, "data": 2}
+    write_plan(plan_of(path, **sizes), tmp_path / "plan.yaml")
+    command = Command(tmp_path, "--steps", 2)
+    try:
+        code, words = command.end()
+    finally:
+        command.clear()
+    assert code == (2 if differing else 0), words
+    if differing:
+        last = words.splitlines()[-1]
+        assert "model.py:16: data() gives rank" in last
+        assert f"({differing} of step 1)" in last
+        assert "fixed seed" in last
+    else:
+        assert len(command.rows()) == 2
