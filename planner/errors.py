@@ -10,6 +10,8 @@ The command line prints an error as one line, ``message; hint``, and exits with 
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import ClassVar
 
 
@@ -46,3 +48,9 @@ class RunError(PipeplanError):
     """A run started and failed."""
 
     exit_code = 4
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The mend for a name that is not there: the most alike of those that are."""
+    found = difflib.get_close_matches(name, list(names), n=1, cutoff=0)
+    return f"did you mean {found[0]!r}?" if found else "correct the name"

@@ -22,7 +22,7 @@ from planner.capture.program import StageProgram, build_program
 from planner.capture.seeds import RandomStream
 from planner.capture.sharding import Sharding
 from planner.capture.weightless import Fakes, buffers_to, parameters_on_meta
-from planner.errors import InputError
+from planner.errors import InputError, nearest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +99,7 @@ class Capture:
         for stage, names in enumerate(cut):
             for name in names:
                 if name not in number:
-                    raise InputError(f"stage {stage}: there is no layer {name!r}", hint="profile the model again")
+                    raise InputError(f"stage {stage}: there is no layer {name!r}", hint=nearest(name, number))
                 if number[name] in stage_of:
                     raise InputError(f"stage {stage}: layer {name!r} stands in stage {stage_of[number[name]]} too")
                 stage_of[number[name]] = stage

@@ -16,12 +16,17 @@ WIDEST = 100
 
 
 class _Terminal(Console):
-    """A console that is done, and no fault, when its reader has seen enough (``| head``)."""
+    """A console whose reader may have seen enough (``| head``): that is no fault."""
 
     def on_broken_pipe(self) -> None:
-        """End the command quietly; what is still buffered goes nowhere."""
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(0)
+        """What is still buffered goes nowhere.
+
+        Without a reader of the answer the command ends quietly; without one of what is said beside it (``2>&1 | head``)
+        it goes on: a run is not cut because nobody looks.
+        """
+        os.dup2(os.open(os.devnull, os.O_WRONLY), (sys.stderr if self.stderr else sys.stdout).fileno())
+        if not self.stderr:
+            raise SystemExit(0)
 
 
 out = _Terminal(highlight=False, soft_wrap=False)

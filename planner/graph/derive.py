@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from planner.cluster import Cluster
-from planner.errors import InputError
+from planner.errors import InputError, nearest
 from planner.graph.layers import LayerGraph, Tensor
 from planner.graph.stage import Stage, Tie, Transfer
 
@@ -97,7 +97,7 @@ def stage_of_layers(graph: LayerGraph, cut: Cut) -> list[int]:
             raise InputError(f"stage {number} has no layers", hint="give it one, or remove it")
         for name in names:
             if name not in graph.index:
-                raise InputError(f"stage {number}: the profile has no layer {name!r}", hint="correct the name")
+                raise InputError(f"stage {number}: the profile has no layer {name!r}", hint=nearest(name, graph.index))
             layer = graph.index[name]
             if stage_of[layer] >= 0:
                 raise InputError(f"layer {name!r} is in stages {stage_of[layer]} and {number}", hint="remove one")
