@@ -126,7 +126,8 @@ def solve(
     else:
         _tell(found, explain)
         say_if_estimated(plan.profile.provenance, plan.profile.device)
-    err.print(f"wrote {output}", markup=False, soft_wrap=True)
+    following = "simulate" if plan.profile.provenance == "imported" else "run"  # an imported profile has no model file
+    err.print(f"wrote {output}; next: pipeplan {following} {output}", markup=False, soft_wrap=True)
     if found.interrupted and max_seconds is None:
         raise KeyboardInterrupt
 

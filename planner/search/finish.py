@@ -84,6 +84,9 @@ class Finish:
     def prove_depths(self) -> None:
         """Settle what lies between the bounds of timed cuts and the best time."""
         state, left = self.search.state, self.search.effort
+        if state.far:
+            state.complete = False
+            return
         for cut in sorted(state.open_cuts, key=lambda cut: cut.bound_s):
             if state.beats(cut.bound_s):
                 continue

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from planner.search.state import EQUAL, Item, Search
+from planner.search.state import EQUAL, FAR, Item, Search
 from planner.search.suffix import BoundedCut, SuffixBound
 
 MOST_CUTS: Final = 300
@@ -45,8 +45,13 @@ class Settle:
 
     def _some(self, near: Sequence[tuple[float, Item]]) -> None:
         state = self.search.state
+        unproven = self._stays_open(near)
+        state.far |= unproven
         for place, (bound, item) in enumerate(near):
             if state.beats(max(bound, self.search.bounds.known(item.configuration, fused=item.fused))):
+                continue
+            if unproven and item.configuration not in state.solved:
+                state.complete = False
                 continue
             if self.search.spent() > 0:
                 state.complete = False
@@ -56,6 +61,18 @@ class Settle:
                 state.settled.add(item)
             else:
                 state.complete = False
+
+    def _stays_open(self, near: Sequence[tuple[float, Item]]) -> bool:
+        """Whether no proof will come: something far below the best takes more than there is to settle it.
+
+        What was not even looked at is then left as it is: its bound is above that of all that was.
+        """
+        state = self.search.state
+        return any(
+            FAR * bound < state.best_s and SETTLED_CUTS * item.look_actions > self.search.effort
+            for bound, item in near
+            if item.configuration.pipeline > 1
+        )
 
     def _left(self, near: Sequence[tuple[float, Item]]) -> int:
         """The configurations that are looked at from here on."""

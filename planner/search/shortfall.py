@@ -105,6 +105,9 @@ def _changes(graph: LayerGraph, asked: Asked, closest: Candidate, is_over: Calla
         found = None if is_over() else _fitting(graph, wider, limit, known, is_over)
         if found is not None:
             yield f"{option} {_value(option, found)}"
+    sharded = _sharded(graph, asked, limit, is_over)
+    if sharded is not None:
+        yield f"--zero1 --data {sharded}"
     more = None if is_over() else _more_gpus(graph, asked, limit, known, is_over)
     if more is not None:
         yield f"--gpus {more}"
@@ -126,6 +129,20 @@ def _wider(asked: Asked) -> Iterator[tuple[str, Asked]]:
         yield "--pipeline", dataclasses.replace(asked, pipeline=None)
     if asked.data is not None and not asked.zero1:
         yield "--data", dataclasses.replace(asked, data=None)
+
+
+def _sharded(graph: LayerGraph, asked: Asked, limit: int, is_over: Callable[[], bool]) -> int | None:
+    """The fewest replicas over which the optimizer's state, sharded, makes a plan fit; None: none do."""
+    optimizer = graph.profile.optimizer
+    if asked.zero1 or not optimizer.state_bytes_per_trainable_byte:
+        return None
+    for copies in asked.data or (copies for copies in range(2, asked.gpus + 1) if asked.gpus % copies == 0):
+        if copies > 1 and not is_over():
+            profile = dataclasses.replace(graph.profile, optimizer=optimizer.sharded(copies))
+            wider = dataclasses.replace(asked, zero1=True, data=(copies,))
+            if _fitting(LayerGraph.of(profile), wider, limit, {}, is_over) is not None:
+                return copies
+    return None
 
 
 def _value(option: str, found: Candidate) -> str:

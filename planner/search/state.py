@@ -23,6 +23,8 @@ from planner.search.space import Asked, Configuration, configurations
 from planner.simulate import Job, Walk, simulate
 
 EQUAL: Final = 1e-9
+FAR: Final = 1.06
+"""A best time above so many times the least bound that is open is far from proven."""
 CLIMB_SIMULATIONS: Final = 35
 """Simulations of one cut's climb over warm-up depths; its starts take about 25 of them."""
 BASE_ACTIONS: Final = 150_000
@@ -77,6 +79,8 @@ class State:
     settled: set[Item] = field(default_factory=set)
     """All cuts that could be faster were timed."""
     complete: bool = True
+    far: bool = False
+    """Something far below the best takes more than there is to settle it: no proof will come."""
     left: int = 0
     """Simulated actions that may still be spent."""
     interrupted: bool = False

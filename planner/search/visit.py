@@ -13,7 +13,7 @@ from planner.search.lattice import along
 from planner.search.orders import FUSED, SPLIT
 from planner.search.several import HOPELESS, Several
 from planner.search.space import Configuration
-from planner.search.state import EQUAL, Item, Search
+from planner.search.state import EQUAL, FAR, Item, Search
 from planner.search.suffix import SuffixBound
 
 LOOK_NODES: Final = 25
@@ -31,8 +31,6 @@ PHASES: Final = ((False, True, 0.4), (False, False, 0.5), (True, True, 1.25), (T
 
 PROMISED: Final = 8
 """Configurations with several stages a rank that are begun before the most promising of them is timed."""
-FAR: Final = 1.06
-"""Above so many times the least bound that is open, several stages a rank are gone on with."""
 MORE_ACTIONS: Final = (600_000, 600_000)
 """Simulated actions for that, each time."""
 
@@ -72,7 +70,7 @@ class Visit:
         state = self.search.state
         self.search.phase = "looking on"
         items = [item for _, item in state.open_items if item not in state.settled]
-        state.complete, state.open_items = True, []
+        state.complete, state.far, state.open_items = True, False, []
         state.open_cuts = [cut for cut in state.open_cuts if cut.item in state.settled]  # others are timed again
         self._visit(items)
 

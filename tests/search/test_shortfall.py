@@ -19,7 +19,7 @@ from planner.search.lean import leanest
 from planner.search.shortfall import NoPlanFitsError
 from planner.units import parse_bytes
 
-CHANGE = re.compile(r"(--[a-z]+) (\S+)")
+CHANGE = re.compile(r"(--zero1 --data|--[a-z]+) (\S+)")
 
 
 def random_question(rng: random.Random, most_layers: int = 5) -> tuple[Profile, Asked]:
@@ -50,6 +50,8 @@ def changed(asked: Asked, option: str, value: str) -> Asked:
             return dataclasses.replace(asked, gpus=int(value))
         case "--recompute":
             return dataclasses.replace(asked, recompute=value)
+        case "--zero1 --data":
+            return dataclasses.replace(asked, zero1=True, data=(int(value),))
         case "--schedule":
             return dataclasses.replace(asked, schedules=(ScheduleName(value),))
         case _:
@@ -66,9 +68,12 @@ def refusal(profile: Profile, asked: Asked) -> NoPlanFitsError | None:
     return None
 
 
-def check_each_change(seed: int, most_layers: int = 5) -> set[str]:
-    """The options that were named, all of which helped."""
+def check_each_change(seed: int, most_layers: int = 5, state_bytes: float | None = None) -> set[str]:
+    """The options that were named, all of which helped; ``state_bytes``: of the optimizer, a trainable byte."""
     profile, asked = random_question(random.Random(seed), most_layers)
+    if state_bytes is not None:
+        optimizer = dataclasses.replace(profile.optimizer, state_bytes_per_trainable_byte=state_bytes)
+        profile = dataclasses.replace(profile, optimizer=optimizer)
     error = refusal(profile, asked)
     if error is None:
         return set()
@@ -93,6 +98,12 @@ def check_each_change(seed: int, most_layers: int = 5) -> set[str]:
 def test_each_change_makes_it_fit() -> None:
     named = set().union(*map(check_each_change, range(30)))
     assert {"--memory", "--gpus"} <= named
+
+
+@pytest.mark.slow
+def test_an_optimizer_that_is_shared_out_is_among_the_changes() -> None:
+    named = [check_each_change(seed, state_bytes=20.0) for seed in range(40)]
+    assert any("--zero1 --data" in options for options in named)
 
 
 @pytest.mark.slow
