@@ -26,7 +26,7 @@ from torch.nn.modules import transformer
 from planner.capture.attributes import Attributes, is_repeatable
 from planner.capture.batch import Batch, leaves, rebuilt
 from planner.capture.made_up import computing
-from planner.capture.model_file import ModelFile, user_line
+from planner.capture.model_file import ModelFile, library_line, user_line
 from planner.capture.opaque import OPAQUE, OpaqueCall, Returned, StandIns, function_of, returned_by
 from planner.capture.seeds import RandomStream
 from planner.capture.values import HiddenTensorError
@@ -303,10 +303,11 @@ def _refusal(
     )  # raised by loss(), in the export alone
     line = user_line(error, model_file.path)
     where = f"{model_file.path}:{line}" if line else str(model_file.path)
+    inside = None if line else library_line(error)
     words = str(error).strip().splitlines() or [type(error).__name__]
     return InputError(
         f"{where}: torch.export cannot take the model, and no smaller module holds what it stops at "
-        f"({type(error).__name__}: {words[0]})",
+        f"({type(error).__name__}: {words[0]}{f', at {inside}' if inside else ''})",
         hint="do what depends on the values of tensors, a loss too, in a module of its own that the model calls (it is "
         "then kept whole)",
     )

@@ -242,6 +242,7 @@ def _run(path: Path) -> dict[str, Any]:
     sys.modules[module.__name__] = module  # so that its classes can be found by name (dataclasses, custom ops)
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))  # as python itself does for a script
+    given, sys.argv = sys.argv, [str(path)]  # its own, should it parse arguments: not those of this command
     try:
         exec(compile(source, str(path), "exec"), module.__dict__)
     except SyntaxError as error:
@@ -250,9 +251,19 @@ def _run(path: Path) -> dict[str, Any]:
     except (Exception, SystemExit) as error:
         line_number = user_line(error, path)
         where = f"{path}:{line_number}" if line_number else str(path)
-        hint = "install it in this environment" if isinstance(error, ImportError) else "mend it in the model file"
-        raise InputError(f"{where}: raised {_said(error)}", hint=hint) from error
+        raise InputError(f"{where}: raised {_said(error)}", hint=_mend(error)) from error
+    finally:
+        sys.argv = given
     return module.__dict__
+
+
+def _mend(error: BaseException) -> str:
+    """What to do about an error that the file's own lines raise."""
+    if not isinstance(error, ImportError):
+        return "mend it in the model file"
+    if "relative import" in str(error):
+        return "a model file is no part of a package: import what lies beside it by its name alone"
+    return "install it in this environment"
 
 
 def user_line(error: BaseException, path: Path) -> int | None:
@@ -267,6 +278,15 @@ def user_line(error: BaseException, path: Path) -> int | None:
         if lines:
             return lines[-1]
     return None
+
+
+def library_line(error: BaseException) -> str | None:
+    """``file:line`` of the innermost line that is neither torch's nor ours: where in a library an error began."""
+    ours = tuple(f"{Path(place).resolve()}{os.sep}" for place in (torch.__path__[0], Path(__file__).parents[1]))
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [frame for frame in frames if frame.lineno and Path(frame.filename).is_file()]
+    found = [frame for frame in places if not str(Path(frame.filename).resolve()).startswith(ours)]
+    return f"{found[-1].filename}:{found[-1].lineno}" if found else None
 
 
 def _said(error: BaseException) -> str:

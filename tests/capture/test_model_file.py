@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import islice
 from pathlib import Path
 
@@ -62,6 +63,7 @@ WRONG = {
     "model is no function": (HEAD + "model = 3\n" + BATCH, ": model is 3, no function", "def model(...)"),
     "syntax": ("def model(:\n", ":1: is no valid Python", "syntax"),
     "missing import": ("import nosuchmodule\n", ":1: raised ModuleNotFoundError", "install"),
+    "relative import": ("from .parts import Block\n", ":1: raised ImportError: attempted relative", "its name alone"),
     "raises at top": (HEAD + "x = 1 / 0\n", ":3: raised ZeroDivisionError", "mend"),
     "leaves at top": (HEAD + "import sys\nsys.exit(3)\n", ":4: raised SystemExit: 3", "mend"),
     "model leaves": (
@@ -293,3 +295,43 @@ def test_weights_are_those_of_model_after_manual_seed(tmp_path: Path) -> None:
     plain = model_file.model()
     captured = capture(model_file, microbatch_size=2, seed=11)
     assert torch.equal(captured.module.weight, plain.weight)
+
+
+def test_a_file_that_parses_arguments_gets_its_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under ``python model.py``: what this command was given is none of its business, and stays what it was."""
+    command = ["pipeplan", "profile", "model.py", "--device", "cpu"]
+    monkeypatch.setattr("sys.argv", command)
+    parser = "import argparse\nparser = argparse.ArgumentParser()\n"
+    path = tmp_path / "model.py"
+    path.write_text(
+        parser
+        + "parser.add_argument('--size', type=int, default=7)\n"
+        + GOOD
+        + ("global_batch = parser.parse_args().size\n")
+    )
+    assert load_model_file(path).global_batch == 7
+    path.write_text(GOOD + "raise ValueError\n")
+    with pytest.raises(InputError):
+        load_model_file(path)
+    assert sys.argv is command
+
+
+def test_what_export_stops_at_in_a_library_is_placed(tmp_path: Path) -> None:
+    """No line of the user's file is on the way: the library's own is told."""
+    (tmp_path / "library_of_nets.py").write_text(
+        HEAD
+        + """class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+    def forward(self, x):
+        y = self.inner(x)
+        if x.max() > 100:
+            y = y * 2
+        return y
+"""
+    )
+    path = tmp_path / "model.py"
+    path.write_text("import library_of_nets\ndef model():\n    return library_of_nets.Net()\n" + HEAD + BATCH + LOSS)
+    with pytest.raises(InputError, match=r"library_of_nets\.py:9\)"):
+        capture(load_model_file(path), microbatch_size=2)
