@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,6 +20,7 @@ from planner.search.depth import Depths1F1B
 from planner.search.space import Configuration
 from planner.search.stretch import STRETCHES, stretched
 from planner.simulate import Walk, simulate
+from planner.simulate.blocks import Placed, block, busiest_s, held, repeated
 from planner.simulate.greedy import Rule, Turn
 from planner.simulate.memory import resident_bytes
 from planner.simulate.synthesise import less_messages, synthesise, within
@@ -42,7 +43,11 @@ SPLIT: Final = (
 _EQUAL: Final = 1e-9
 NEAR: Final = 0.03
 """At first sight an order this near to its bound is not tried to be bettered by letting in fewer micro-batches."""
-_GREEDY_MOST: Final = 100_000
+GAPS: Final = (2.0, 1.0, 0.75, 0.5, 0.25, 0.0)
+"""By how many times its length what an action of a block hands on is put off, where memory lets it."""
+BLOCK_ACTIONS: Final = 20
+"""What placing an action of a block takes, in simulated actions."""
+GREEDY_MOST: Final = 100_000
 """Actions up to which greedy orders are made under several rules; above, under one."""
 
 
@@ -82,6 +87,7 @@ def time_cut(
     if configuration.virtual == 1 and names[0] in FUSED:  # looped-bfs is GPipe there
         return _one_stage_fused(walk, configuration, names, bound_s, effort)
     trial = _Trial(walk)
+    quick = quick or 3 * len(walk.job.stages) * configuration.num_microbatches > GREEDY_MOST
     for name, warmup, schedule in _named(configuration, names, quick=quick):
         if is_over():
             break
@@ -203,13 +209,20 @@ def _greedy(walk: Walk, bound_s: float, trial: _Trial, *, quick: bool) -> Iterat
     turns = tuple(Turn) if len(job.stages) > job.num_ranks else (Turn.DEEPEST,)
     rules = [(True, turn, alternate) for turn in turns for alternate in (False, True)]
     rules += [(False, turn, True) for turn in turns]
-    if quick or actions > _GREEDY_MOST:
+    if quick:
         rules = rules[:1]
+    if actions > GREEDY_MOST:
+        repeats = False
+        for order in _blocks(walk, trial):
+            repeats = True
+            yield order
+        if repeats:
+            return
     windows: tuple[int | None, ...] = (None,)
     aheads: tuple[tuple[int, ...] | None, ...] = (None,)
     several = limit is not None and len(job.stages) > job.num_ranks
     if several:
-        windows = (None,) if quick or actions > _GREEDY_MOST else (None, *_windows(walk))
+        windows = (None,) if quick else (None, *_windows(walk))
     elif limit is not None:
         aheads = tuple(_aheads(walk, slack) for slack in ((1,) if quick else (0, 1, 2)))
     for (split, turn, alternate), window, ahead in itertools.product(rules, windows, aheads):
@@ -230,6 +243,29 @@ def _greedy(walk: Walk, bound_s: float, trial: _Trial, *, quick: bool) -> Iterat
             yield schedule
     if several:
         yield from _shared(walk, budgets, rules, bound_s, trial, quick=quick)
+
+
+def _blocks(walk: Walk, trial: _Trial) -> Iterator[Schedule]:
+    """Orders that repeat one block: of each kind that which holds most and fits, for it fills the pipeline soonest."""
+    job, limit, period_s = walk.job, trial.limit, busiest_s(walk)
+    if job.num_ranks == 1 or not period_s:
+        return
+    for split in (True, False):
+        for gap in GAPS:
+            made = block(walk, period_s, split=split, forward_gap=gap)
+            trial.spent += BLOCK_ACTIONS * len(made)
+            if limit is not None and any(over > 0 for over in missing_bytes(walk, made, period_s, limit)):
+                trial.spent += job.num_microbatches * len(made) // 4
+                continue
+            trial.spent += job.num_microbatches * len(made) // 2
+            yield repeated(walk, made, period_s)
+            break
+
+
+def missing_bytes(walk: Walk, made: Sequence[Placed], period_s: float, limit: int) -> list[int]:
+    """By how much each rank that repeats a block holds more than there is; negative: less."""
+    most = enumerate(held(walk, made, period_s))
+    return [resident_bytes(walk.job, rank) + size - limit for rank, size in most]
 
 
 def _shared(

@@ -42,7 +42,7 @@ class Passes:
         self.layers: Final = layers
         self.configuration: Final = configuration
         self.order: Final = list(order)
-        self.stretch: Final = _STRETCH[configuration.placement]
+        self.stretch: float = _STRETCH[configuration.placement]
         ranks, virtual = configuration.pipeline, configuration.virtual
         self.rank_of: Final = ranks_of(ranks, virtual, configuration.placement)
         self.num_stages: Final = ranks * virtual
@@ -63,6 +63,8 @@ class Passes:
         self.workspace: Final = max(float(cost.workspace_bytes) for cost in costs)
         self.extra_s: Floats = np.zeros(ranks)
         """What each rank was seen to wait beyond its rows: added to them."""
+        self.extra_bytes: Floats = np.zeros(ranks)
+        """What each rank was seen to hold beyond its memory: taken from it."""
         self._crossings()
         self._cluster()
 
@@ -159,6 +161,7 @@ class Passes:
     def room(self, marks: Ints) -> Floats:
         """What each stage takes of its rank's memory whatever is in flight, negative: layers, waiting messages."""
         made: Floats = -np.diff(self.fixed[marks])
+        made[self.stages_of[:, 0]] -= self.extra_bytes
         if self.configuration.pipeline > 1:
             made = made - 2 * (self.crossing[marks[:-1]] + self.crossing[marks[1:]])
         return made
@@ -325,13 +328,16 @@ class _Now:
     def _held(self, stage: int, before: Ints, after: Ints, passed: Floats) -> Floats:
         """The rank's row of memory, for every pair; stages behind this one are taken to stay as they are."""
         passes = self.passes
-        mine = [k for k in passes.stages_of[passes.rank_of[stage]] if k != stage]
+        rank = passes.rank_of[stage]
+        mine = [k for k in passes.stages_of[rank] if k != stage]
         low, high = before[:, None], after[None, :]
         saved, crossing = passes.saved[high] - passes.saved[low], passes.crossing
         kept = crossing[low] + 0.0 * saved if self.again[stage] else saved + passes.saved_again[low]
         trip = passed + passes.inputs[high] - passes.inputs[low] + (passed if self.again[stage] else 0.0)
         behind = trip + (self.behind[stage + 1] if stage + 1 < passes.num_stages else 0.0)
         room = passes.fixed[low] - passes.fixed[high] - 2 * (crossing[low] + crossing[high])
+        if stage == passes.stages_of[rank][0]:
+            room = room - passes.extra_bytes[rank]
         return passes.memory_row(
             room=room + float(self.room[mine].sum()),
             burst=np.maximum(saved if self.again[stage] else 0.0, float(self.saved[mine].max(initial=0.0))),

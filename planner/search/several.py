@@ -13,12 +13,13 @@ import numpy as np
 from planner.schedules import ScheduleName
 from planner.search.incumbent import topological_orders
 from planner.search.lattice import Bools, Floats, Ints
-from planner.search.orders import Order
+from planner.search.orders import GREEDY_MOST, Order, missing_bytes
 from planner.search.pairs import paired
 from planner.search.passes import Passes
 from planner.search.space import Configuration
 from planner.search.state import CUT_ACTIONS, Cut, Item, Search
 from planner.simulate import Walk, simulate
+from planner.simulate.blocks import block, busiest_s
 
 QUICK_CUTS: Final = 4
 """Cuts timed in a configuration at first sight."""
@@ -44,6 +45,10 @@ NEAREST: Final = 3
 """Configurations with several stages a rank that are searched on with the effort that is left."""
 FEEDBACKS: Final = 4
 """How often such a cut is made again with what its ranks were seen to wait."""
+ROOMY: Final = 1.6
+"""How much longer than its round trip a micro-batch is held where its rank repeats a block, about."""
+ROUNDS: Final = 8
+"""How often a cut is made again with what its ranks lacked for that."""
 
 
 class _Begun(NamedTuple):
@@ -82,6 +87,11 @@ class Several:
         """The time of a configuration's most promising cut so far, under a few orders (seconds)."""
         begun = min(self.begun[item.configuration], key=lambda entry: entry.worth_s)
         bound = self.search.bounds.known(item.configuration, fused=item.fused)
+        actions = 3 * begun.passes.num_stages * item.configuration.num_microbatches
+        if self.search.limit is not None and actions > GREEDY_MOST and ScheduleName.SYNTHESISED in item.names:
+            seconds = self._with_room(item, begun)
+            if seconds < math.inf or self.search.state.best is not None:
+                return seconds
         cut, again = self._along(begun.passes, begun.marks), tuple(begun.again.tolist())
         order = self.search.time_cut(item, cut, again, bound, quick=True)
         return math.inf if order is None else order.iteration_s
@@ -213,6 +223,31 @@ class Several:
             if passes.worth(marks, again) >= best * (1 - 1e-6):
                 return best
         return best
+
+    def _with_room(self, item: Item, begun: _Begun) -> float:
+        """The time of a cut whose ranks hold what repeating one block takes: shaped by what they were seen to lack."""
+        passes, marks, limit = begun.passes, begun.marks, self.search.limit
+        assert limit is not None
+        bound, seconds = self.search.bounds.known(item.configuration, fused=item.fused), math.inf
+        before, passes.stretch = passes.stretch, ROOMY
+        for _ in range(ROUNDS):
+            marks = passes.better(marks, begun.again)
+            self.search.bounds.spent += PASS_ACTIONS * passes.num_stages
+            if passes.worth(marks, begun.again) > self.search.state.best_s or self.search.spent() > 0:
+                break
+            cut, again = self._along(passes, marks), tuple(begun.again.tolist())
+            walk = Walk(self.search.job(item, cut, again))
+            period_s = busiest_s(walk)
+            made = block(walk, period_s, split=True)
+            missing = np.array(missing_bytes(walk, made, period_s, limit), dtype=float)
+            self.search.bounds.spent += item.configuration.num_microbatches * len(made) // 4
+            if missing.max() <= 0:
+                order = self.search.time_cut(item, cut, again, bound, quick=True)
+                seconds = math.inf if order is None else order.iteration_s
+                break
+            passes.extra_bytes = passes.extra_bytes + np.maximum(missing, 0.0) / 2
+        passes.stretch, passes.extra_bytes = before, passes.extra_bytes * 0.0
+        return seconds
 
     def _ends(self, item: Item, passes: Passes, marks: Ints, again: Bools, order: Order) -> list[float]:
         """When each rank is done with all it has to do."""
