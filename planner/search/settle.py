@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
+from planner.search.orders import GREEDY_MOST
 from planner.search.state import EQUAL, FAR, Item, Search
 from planner.search.suffix import BoundedCut, SuffixBound
 
@@ -85,6 +86,8 @@ class Settle:
         stages = configuration.pipeline * configuration.virtual
         if SETTLED_CUTS * item.look_actions > self.search.effort:
             return False  # not even a few of its cuts could be timed
+        if not item.fused and 3 * stages * configuration.num_microbatches > GREEDY_MOST:
+            return False  # its cuts are timed as at first sight, which proves nothing
         every = None
         if configuration.virtual > 1:
             most, lattice = self.search.times * MOST_CUTS, self.search.bounds.lattice
