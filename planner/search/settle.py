@@ -51,7 +51,7 @@ class Settle:
         for place, (bound, item) in enumerate(near):
             if state.beats(max(bound, self.search.bounds.known(item.configuration, fused=item.fused))):
                 continue
-            if unproven and item.configuration not in state.solved:
+            if unproven and (item.configuration not in state.solved or item.actions > GREEDY_MOST):
                 state.complete = False
                 continue
             if self.search.spent() > 0:
@@ -66,7 +66,8 @@ class Settle:
     def _stays_open(self, near: Sequence[tuple[float, Item]]) -> bool:
         """Whether no proof will come: something far below the best takes more than there is to settle it.
 
-        What was not even looked at is then left as it is: its bound is above that of all that was.
+        What was not even looked at is then left as it is: its bound is above that of all that was. So is what takes
+        long to simulate: its other cuts, looked at as at first sight, would hardly be better.
         """
         state = self.search.state
         return any(
@@ -86,8 +87,6 @@ class Settle:
         stages = configuration.pipeline * configuration.virtual
         if SETTLED_CUTS * item.look_actions > self.search.effort:
             return False  # not even a few of its cuts could be timed
-        if not item.fused and 3 * stages * configuration.num_microbatches > GREEDY_MOST:
-            return False  # its cuts are timed as at first sight, which proves nothing
         every = None
         if configuration.virtual > 1:
             most, lattice = self.search.times * MOST_CUTS, self.search.bounds.lattice

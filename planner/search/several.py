@@ -87,8 +87,7 @@ class Several:
         """The time of a configuration's most promising cut so far, under a few orders (seconds)."""
         begun = min(self.begun[item.configuration], key=lambda entry: entry.worth_s)
         bound = self.search.bounds.known(item.configuration, fused=item.fused)
-        actions = 3 * begun.passes.num_stages * item.configuration.num_microbatches
-        if self.search.limit is not None and actions > GREEDY_MOST and ScheduleName.SYNTHESISED in item.names:
+        if self.search.limit is not None and item.actions > GREEDY_MOST and ScheduleName.SYNTHESISED in item.names:
             seconds = self._with_room(item, begun)
             if seconds < math.inf or self.search.state.best is not None:
                 return seconds

@@ -49,10 +49,14 @@ class Item(NamedTuple):
         return self.names[0] in FUSED
 
     @property
+    def actions(self) -> int:
+        """How many actions one of its orders has, whole backwards counted as two."""
+        return 3 * self.configuration.pipeline * self.configuration.virtual * self.configuration.num_microbatches
+
+    @property
     def look_actions(self) -> int:
         """About what it takes to look at it, in simulated actions: a few greedy orders, each several times its own."""
-        stages = self.configuration.pipeline * self.configuration.virtual
-        return (4 if self.fused else 15) * stages * self.configuration.num_microbatches
+        return (4 * self.actions) // 3 if self.fused else 5 * self.actions
 
 
 @dataclass(slots=True)
