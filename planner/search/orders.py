@@ -45,6 +45,8 @@ NEAR: Final = 0.03
 """At first sight an order this near to its bound is not tried to be bettered by letting in fewer micro-batches."""
 GAPS: Final = (2.0, 1.0, 0.75, 0.5, 0.25, 0.0)
 """By how many times its length what an action of a block hands on is put off, where memory lets it."""
+LONG: Final = 300_000
+"""Actions from which on list scheduling takes too long where repeating a block will do."""
 BLOCK_ACTIONS: Final = 20
 """What placing an action of a block takes, in simulated actions."""
 GREEDY_MOST: Final = 100_000
@@ -211,7 +213,7 @@ def _greedy(walk: Walk, bound_s: float, trial: _Trial, *, quick: bool) -> Iterat
     rules += [(False, turn, True) for turn in turns]
     if quick:
         rules = rules[:1]
-    if actions > GREEDY_MOST:
+    if actions > LONG:
         repeats = False
         for order in _blocks(walk, trial):
             repeats = True

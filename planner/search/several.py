@@ -13,7 +13,7 @@ import numpy as np
 from planner.schedules import ScheduleName
 from planner.search.incumbent import topological_orders
 from planner.search.lattice import Bools, Floats, Ints
-from planner.search.orders import GREEDY_MOST, Order, missing_bytes
+from planner.search.orders import LONG, Order, missing_bytes
 from planner.search.pairs import paired
 from planner.search.passes import Passes
 from planner.search.space import Configuration
@@ -87,9 +87,9 @@ class Several:
         """The time of a configuration's most promising cut so far, under a few orders (seconds)."""
         begun = min(self.begun[item.configuration], key=lambda entry: entry.worth_s)
         bound = self.search.bounds.known(item.configuration, fused=item.fused)
-        if self.search.limit is not None and item.actions > GREEDY_MOST and ScheduleName.SYNTHESISED in item.names:
+        if self.search.limit is not None and item.actions > LONG and ScheduleName.SYNTHESISED in item.names:
             seconds = self._with_room(item, begun)
-            if seconds < math.inf or self.search.state.best is not None:
+            if seconds < math.inf:
                 return seconds
         cut, again = self._along(begun.passes, begun.marks), tuple(begun.again.tolist())
         order = self.search.time_cut(item, cut, again, bound, quick=True)
