@@ -18,10 +18,11 @@ def test_with_more_micro_batches_a_plan_is_nearer_to_its_bound(gibi: int) -> Non
     profile = chain(256, sizes=(1,))
     cluster = resolve(Cluster(links=ClusterLinks(intra_node=LINK, inter_node=LINK)), profile, gibi * 2**30)
     limit = memory_limit(cluster)
+    assert limit is not None
     gaps = []
     for count in (250, 1000):
         asked = Asked(gpus=64, global_batch=count, cluster=cluster, pipeline=(64,), data=(1,), virtual=(2,))
         found = solve(profile, asked)
-        assert limit is not None and found.best.peak_memory_bytes <= limit
+        assert found.best.peak_memory_bytes <= limit
         gaps.append(found.gap)
     assert gaps[1] <= gaps[0]
