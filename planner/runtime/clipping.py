@@ -52,7 +52,6 @@ class Clipping:
         pieces = () if shared is None else shared[1]
         self._in_pieces = [self._places[name] for name in sorted(pieces) if name in self._counted]
         self._device = device
-        self._there: Tensor | None = None
 
     def clip(self, parameters: Mapping[str, nn.Parameter]) -> Tensor:
         """Scale the gradients down to the norm, where they are over it; the norm that they had."""
@@ -80,19 +79,14 @@ class Clipping:
             row[self._in_pieces] = row[self._in_pieces].square()
             self._shared.sum(row)
             row[self._in_pieces] = row[self._in_pieces].sqrt()
-        if (
-            self._there is None
-        ):  # the same in every step, as the graph is; asked once, since the device must be waited for
-            there = torch.zeros_like(row)
-            there[places] = 1.0
-            if self._shared is not None:
-                self._shared.sum(there)
-            self._sum(there)
-            self._there = there.nonzero().flatten()
-        self._sum(row)
-        found: Tensor = row[self._there]
-        return found
-
-    def _sum(self, row: Tensor) -> None:
+        # asked in every step: which experts a batch reaches changes
+        there = torch.zeros_like(row)
+        there[places] = 1.0
+        if self._shared is not None:
+            self._shared.sum(there)
         if self._group is not None:
-            self._group.sum(row)
+            both = torch.cat([row, there])
+            self._group.sum(both)
+            row, there = both.chunk(2)
+        found: Tensor = row[there.nonzero().flatten()]
+        return found

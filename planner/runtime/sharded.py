@@ -91,11 +91,12 @@ class _Bucket:
 
 
 class _Flying(NamedTuple):
-    """A bucket's sum under way; ``given``: names of the parameters that have a gradient."""
+    """A bucket's sum under way, and that of ``given``: how many replicas have a gradient of each parameter."""
 
     bucket: _Bucket
-    given: set[str]
+    given: Tensor
     work: Any
+    counting: Any
 
 
 class Shards:
@@ -179,28 +180,30 @@ class Shards:
         for bucket in self._buckets:
             if bucket.places[0].name not in wanted:
                 continue
-            given = set()
-            for place in bucket.places:
+            given = torch.ones(len(bucket.places), dtype=torch.int32, device=bucket.flat.device)
+            for number, place in enumerate(bucket.places):
                 gradient, place.parameter.grad = place.parameter.grad, None
                 there = self.places[place.name]
                 if gradient is None:
                     there.zero_()
-                    continue
-                given.add(place.name)
-                if gradient is not there:
+                    given[number] = 0
+                elif gradient is not there:
                     there.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
-            own = bucket.chunk_of(self._replica)
-            self._flying.append(_Flying(bucket, given, self._group.start_scatter(own, bucket.flat)))
+            counting = self._group.start_sum(given)
+            work = self._group.start_scatter(bucket.chunk_of(self._replica), bucket.flat)
+            self._flying.append(_Flying(bucket, given, work, counting))
 
     def finish(self) -> None:
-        """Wait for all sums: they are the ``.grad`` of the pieces whose parameters had one."""
-        for bucket, given, work in self._flying:
+        """Wait for all sums: they are the ``.grad`` of the pieces whose parameters had one on any replica."""
+        for bucket, given, work, counting in self._flying:
+            self._group.finish_sum(counting)
             self._group.finish_sum(work)
+            found = given.tolist()
             own = bucket.chunk_of(self._replica)
             offset = self._replica * bucket.chunk
-            for place in bucket.places:
+            for place, replicas in zip(bucket.places, found, strict=True):
                 piece = self._own(place.name)
-                if piece is None or place.name not in given:
+                if piece is None or not replicas:
                     continue
                 begin = place.start + piece.first - offset
                 gradient = own[begin : begin + piece.last - piece.first]

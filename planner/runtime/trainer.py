@@ -256,7 +256,8 @@ class Trainer:
         """Add up the gradients of replicas trained one after another; ``.grad`` is the sum so far."""
         for name, parameter in self.parameters.items():
             if parameter.grad is not None:
-                sums[name] = parameter.grad = sums[name] + parameter.grad if name in sums else parameter.grad
+                sums[name] = sums[name] + parameter.grad if name in sums else parameter.grad
+            parameter.grad = sums.get(name)
 
     def _loss_values(self, losses: Sequence[Tensor]) -> tuple[float, ...]:
         """The losses of all micro-batches of all replicas, in their order; none where no loss is made on this rank."""
