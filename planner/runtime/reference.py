@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -130,25 +131,40 @@ def _eager_losses(
 
 
 def _largest_difference(these: Iterable[float], those: Iterable[float]) -> float:
-    """The largest absolute difference of pairs."""
-    return max(abs(a - b) for a, b in zip(these, those, strict=True))
+    """The largest absolute difference of pairs; NaN where but one of a pair is NaN."""
+    found = [0.0 if _alike(a, b) else abs(a - b) for a, b in zip(these, those, strict=True)]
+    return math.nan if any(map(math.isnan, found)) else max(found)
+
+
+def _alike(a: float, b: float) -> bool:
+    """Equal, infinities and NaN too."""
+    return a == b or (math.isnan(a) and math.isnan(b))
 
 
 def compare(
     reference: Reference, weights: Iterable[tuple[str, Tensor]], losses: Sequence[float], *, exact: bool
 ) -> dict[str, Any]:
-    """A run's losses and weights beside the reference's: equal to the bit; losses to rounding where not ``exact``."""
+    """A run's losses and weights beside the reference's: equal to the bit, NaN to NaN.
+
+    Losses to rounding where not ``exact``.
+    """
     same, largest = True, 0.0
     for name, weight in weights:
         whole = reference.weights[name].contiguous()
-        same = same and torch.equal(whole.view(-1).view(torch.uint8), weight.reshape(-1).view(torch.uint8))
-        if whole.numel():
-            largest = max(largest, (whole.double() - weight.double()).abs().max().item())
+        bits = whole.view(-1).view(torch.uint8), weight.reshape(-1).view(torch.uint8)
+        if torch.equal(*bits):
+            continue
+        these, those = whole.reshape(-1).double(), weight.reshape(-1).double()
+        unlike = (bits[0] != bits[1]).view(len(these), -1).any(1) & ~(these.isnan() & those.isnan())
+        if unlike.any():
+            same = False
+            largest = max(largest, (these - those).abs()[unlike].max().item())
     loss_difference = _largest_difference(reference.losses, losses)
     if exact:
-        equal = same and tuple(losses) == reference.losses
+        equal = same and all(map(_alike, losses, reference.losses))
     else:
-        equal = loss_difference <= ROUNDING * max(map(abs, reference.losses))
+        finite = [abs(loss) for loss in reference.losses if math.isfinite(loss)]
+        equal = loss_difference <= ROUNDING * max(finite, default=0.0)
     return {
         "equal": equal,
         "loss_difference": loss_difference,

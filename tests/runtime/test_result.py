@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -122,3 +123,14 @@ def test_over_many_replicas_losses_are_equal_to_rounding() -> None:
     reference = Reference(losses=(1.0,), weights=weights(), eager_difference=None)
     assert compare(reference, weights().items(), [1.0 + 1e-6], exact=False)["equal"]
     assert not compare(reference, weights().items(), [1.01], exact=False)["equal"]
+
+
+def test_nan_is_equal_to_nan_at_the_same_place_alone() -> None:
+    nan = math.nan
+    reference = Reference(losses=(1.0, nan), weights={"w": torch.tensor([1.0, nan])}, eager_difference=None)
+    for exact in (True, False):
+        found = compare(reference, [("w", torch.tensor([1.0, -nan]))], [1.0, nan], exact=exact)
+        assert (found["equal"], found["loss_difference"], found["largest_weight_difference"]) == (True, 0.0, 0.0)
+        assert not compare(reference, [("w", torch.tensor([1.0, nan]))], [1.0, 2.0], exact=exact)["equal"]
+        assert not compare(reference, [("w", torch.tensor([1.0, nan]))], [nan, nan], exact=exact)["equal"]
+    assert not compare(reference, [("w", torch.tensor([nan, 1.0]))], [1.0, nan], exact=True)["equal"]
