@@ -80,10 +80,15 @@ def _tell(store: Store, failure: Failure) -> None:
     store.compare_set(FAILURE_KEY, "", failure.to_json())
 
 
-def _digest(tensor: Tensor) -> str:
-    """Of a tensor's type, shape and values."""
-    found = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
-    found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+def _digest(leaf: object) -> str:
+    """Of a tensor's type, shape and values, or of a plain value; of what else there is in a batch its type."""
+    if not isinstance(leaf, Tensor):
+        plain = leaf is None or isinstance(leaf, bool | int | float | complex | str | bytes)
+        return hashlib.sha256(f"{type(leaf)} {leaf if plain else ''}".encode()).hexdigest()
+    found = hashlib.sha256(f"{leaf.dtype} {list(leaf.shape)}".encode())
+    values = (leaf.detach() if leaf.layout is torch.strided else leaf.detach().to_dense()).cpu()
+    values = values.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    found.update(values.view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 
@@ -115,6 +120,7 @@ class _Worker:
                 f"(fingerprint {captured.fingerprint[:12]}, the plan's {fingerprint[:12]})",
                 hint="profile and solve again, or restore the model file",
             )
+        self.shapes = {name: leaf.shape[1:] for name, leaf in named_leaves(captured.batch) if isinstance(leaf, Tensor)}
         if self.saved is not None:
             self._check_checkpoint(model_file, self.saved)
         self.writer.at(State.STARTING)
@@ -154,11 +160,22 @@ class _Worker:
         self.made.control.barrier()
 
     def _batches(self, model_file: ModelFile) -> Iterator[Batch]:
-        """The data of the steps that this run does."""
+        """The data of the steps that this run does, each batch of the shapes that the model was captured with."""
         job = self.job
-        return model_file.data(
+        batches = model_file.data(
             job.plan.batch.global_batch, seed=job.seed, first=job.start, skipped=lambda: self.writer.at(State.DATA)
         )
+        for step, batch in enumerate(batches, job.start):
+            for name, leaf in named_leaves(batch):
+                known = self.shapes.get(name)
+                if known is not None and isinstance(leaf, Tensor) and leaf.shape[1:] != known:
+                    raise model_file.fault(
+                        "data" if "data" in model_file.functions else "batch",
+                        f"gives samples of another shape in step {step + 1} than the model was captured with: "
+                        f"{list(leaf.shape[1:])} for {list(known)} ({name})",
+                        "pad or cut every sample to the shape that batch() gives, always the same one",
+                    )
+            yield batch
 
     # --- training -----------------------------------------------------------------------------------------------------
 

@@ -51,3 +51,49 @@ def test_every_rank_must_be_given_the_same(differing: str, shape: str, tmp_path:
         assert "fixed seed" in last
     else:
         assert len(command.rows()) == 2
+
+
+@pytest.mark.slow
+def test_a_batch_may_have_no_target(tmp_path: Path) -> None:
+    """As where the loss is in the model."""
+    path = tmp_path / "model.py"
+    text = MODEL.replace("torch.randn(size, 2)\n", "None\n").replace(
+        "mse_loss(output, target)", "softplus(output).mean()"
+    )
+    path.write_text(text)
+    write_plan(plan_of(path, num_ranks=2), tmp_path / "plan.yaml")
+    command = Command(tmp_path, "--steps", 2)
+    try:
+        code, words = command.end()
+    finally:
+        command.clear()
+    assert code == 0, words
+
+
+LENGTHS = {
+    "between ranks": "yield torch.ones(size, 3 + os.getpid() % 5, 4), torch.ones(size, 2)",
+    "in the second step": "yield torch.ones(size, 5 if step == 1 else 3, 4), torch.ones(size, 2)",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changing", LENGTHS)
+@pytest.mark.parametrize("options", [(), ("--verify",)])
+def test_samples_of_other_shapes_are_called_so(changing: str, options: tuple[str, ...], tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    text = MODEL.replace(
+        "torch.randn(size, 4)", "torch.randn(size, 9, 4)" if "ranks" in changing else "torch.randn(size, 3, 4)"
+    )
+    text = text.replace("mse_loss(output,", "mse_loss(output.mean(1),")
+    path.write_text(f"{text}\ndef data(size):\n    for step in range(9):\n        {LENGTHS[changing]}\n")
+    write_plan(plan_of(path, num_ranks=2), tmp_path / "plan.yaml")
+    command = Command(tmp_path, "--steps", 3, *options)
+    try:
+        code, words = command.end()
+    finally:
+        command.clear()
+    assert code == 2, words
+    last = words.splitlines()[-1]
+    assert f"model.py:16: data() gives samples of another shape in step {1 if 'ranks' in changing else 2}" in last
+    assert "for [9, 4] (inputs)" in last if "ranks" in changing else "[5, 4] for [3, 4] (inputs)" in last
+    assert "pad or cut" in last
