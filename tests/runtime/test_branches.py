@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.runs import plan_of, run
@@ -48,8 +49,8 @@ def test_experts_that_take_turns(shape: str, clip: str, tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     text = MODEL.replace("AdamW", "Adafactor") if shape == "replicas of wholes" else MODEL
     path.write_text(f"{text}\n{clip}\n")
-    sizes = {"num_ranks": 2} if shape == "pipeline" else {"num_ranks": 1, "data": 2, "microbatches": 2}
-    plain = run(plan_of(path, **sizes), tmp_path, steps=5, verify=True).result  # type: ignore[arg-type]
+    sizes: dict[str, Any] = {"num_ranks": 2} if shape == "pipeline" else {"num_ranks": 1, "data": 2, "microbatches": 2}
+    plain = run(plan_of(path, **sizes), tmp_path, steps=5, verify=True).result
     assert plain.verify is not None
     assert plain.verify.equal, plain.verify
     assert plain.verify.eager_difference is not None
@@ -57,7 +58,7 @@ def test_experts_that_take_turns(shape: str, clip: str, tmp_path: Path) -> None:
     whole = run(plan_of(path, num_ranks=1), tmp_path, steps=5).result
     assert plain.losses == pytest.approx(whole.losses, rel=1e-5)
     if shape.startswith("replicas of"):
-        sharded = run(plan_of(path, zero1=True, **sizes), tmp_path, steps=5).result  # type: ignore[arg-type]
+        sharded = run(plan_of(path, zero1=True, **sizes), tmp_path, steps=5).result
         assert sharded.losses == pytest.approx(plain.losses, rel=1e-6)
         if not clip:
             assert sharded.weights_sha256 == plain.weights_sha256
