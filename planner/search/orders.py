@@ -44,7 +44,7 @@ _EQUAL: Final = 1e-9
 NEAR: Final = 0.03
 """At first sight an order this near to its bound is not tried to be bettered by letting in fewer micro-batches."""
 GAPS: Final = (2.0, 1.0, 0.75, 0.5, 0.25, 0.0)
-"""By how many times its length what an action of a block hands on is put off, where memory lets it."""
+"""By how many times its length what an F of a block hands on is put off, where memory lets it."""
 LONG: Final = 300_000
 """Actions from which on list scheduling takes too long where repeating a block will do."""
 BLOCK_ACTIONS: Final = 20
@@ -254,7 +254,7 @@ def _blocks(walk: Walk, trial: _Trial) -> Iterator[Schedule]:
         return
     for split in (True, False):
         for gap in GAPS:
-            made = block(walk, period_s, split=split, forward_gap=gap)
+            made = block(walk, period_s, split=split, gap=gap)
             trial.spent += BLOCK_ACTIONS * len(made)
             if limit is not None and any(over > 0 for over in missing_bytes(walk, made, period_s, limit)):
                 trial.spent += job.num_microbatches * len(made) // 4

@@ -89,18 +89,12 @@ def _round_trips(walk: Walk, split: bool) -> list[float]:
     for k in stages:
         end = begun[k] + walk.durations[k].forward_s + walk.sends[k].added_s
         back[k] = max(back[k], end)
-        for goal in walk.sends[k].at_once:
-            begun[goal] = max(begun[goal], end)
-        for parcel in walk.sends[k].parcels:
-            for goal in (parcel.to_stage, *parcel.riders):
-                begun[goal] = max(begun[goal], end + parcel.busy_s + parcel.latency_s)
+        for goal, there in walk.sends[k].arrivals(end):
+            begun[goal] = max(begun[goal], there)
     for k in reversed(stages):
         cost = walk.durations[k]
         end = back[k] + (cost.backward_input_s if split else cost.backward_s) + walk.returns[k].added_s
         made[k] = end - begun[k]
-        for goal in walk.returns[k].at_once:
-            back[goal] = max(back[goal], end)
-        for parcel in walk.returns[k].parcels:
-            for goal in (parcel.to_stage, *parcel.riders):
-                back[goal] = max(back[goal], end + parcel.busy_s + parcel.latency_s)
+        for goal, there in walk.returns[k].arrivals(end):
+            back[goal] = max(back[goal], there)
     return made

@@ -6,9 +6,9 @@
 A period is the load of the busiest rank, so with many micro-batches that rank never waits. A rank's actions may not
 overlap in it, taken round as on a clock: each is placed at the first time after what it waits for where it is free and
 where what is still to be placed on that rank fits too (modulo scheduling: Rau, 1994; as building blocks of pipelines:
-Qi et al., 2024). What a rank holds follows from how long a micro-batch takes from F to I, in periods. Hops that are put
-off (``forward_gap``, ``backward_gap``) hold more and fill the pipeline sooner: while it fills, nothing is waited for,
-and what may begin ahead of its gradients does.
+Qi et al., 2024). What a rank holds follows from how long a micro-batch takes from F to I, in periods. F's that are
+put off (by a ``gap``) hold more and fill the pipeline sooner: while it fills, nothing is waited for, and what may begin
+ahead of its gradients does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from planner.schedules.action import Action, Letter, Schedule
-from planner.simulate.costs import Handover
 from planner.simulate.memory import held_in_order
 from planner.simulate.walk import Walk
 
@@ -62,15 +61,13 @@ def repeated(walk: Walk, block: Sequence[Placed], period_s: float, count: int | 
     return tuple(orders)
 
 
-def block(
-    walk: Walk, period_s: float, *, split: bool, forward_gap: float = 0.0, backward_gap: float = 0.0
-) -> tuple[Placed, ...]:
+def block(walk: Walk, period_s: float, *, split: bool, gap: float = 0.0) -> tuple[Placed, ...]:
     """When one micro-batch's actions run, period after period.
 
-    ``period_s``: the load of the busiest rank, or more. ``forward_gap``, ``backward_gap``: by how many times its own
-    length what an F (I or B) hands on is put off. ``split``: with I and W, else with whole backwards.
+    ``period_s``: the load of the busiest rank, or more. ``gap``: by how many times its own length what an F hands on is
+    put off. ``split``: with I and W, else with whole backwards.
     """
-    return _Block(walk, period_s, split).made(forward_gap, backward_gap)
+    return _Block(walk, period_s, split).made(gap)
 
 
 class _Block:
@@ -92,17 +89,19 @@ class _Block:
         self.clocks: Final = [_Clock(period_s, lengths) for lengths in own]
         self.placed: Final[list[Placed]] = []
 
-    def made(self, forward_gap: float, backward_gap: float) -> tuple[Placed, ...]:
+    def made(self, gap: float) -> tuple[Placed, ...]:
         stages = range(len(self.walk.job.stages))
         ready, back, ended = ([0.0] * len(stages) for _ in range(3))
         for k in stages:
             end = self._place(k, Letter.FORWARD, ready[k], self.forward_s[k])
             back[k] = max(back[k], end)
-            _hand_over(self.walk.sends[k], end + forward_gap * self.forward_s[k], ready)
+            for goal, there in self.walk.sends[k].arrivals(end + gap * self.forward_s[k]):
+                ready[goal] = max(ready[goal], there)
         letter = Letter.BACKWARD_INPUT if self.split else Letter.BACKWARD
         for k in reversed(stages):
             ended[k] = self._place(k, letter, back[k], self.back_s[k])
-            _hand_over(self.walk.returns[k], ended[k] + backward_gap * self.back_s[k], back)
+            for goal, there in self.walk.returns[k].arrivals(ended[k]):
+                back[goal] = max(back[goal], there)
         for k in sorted(stages, key=lambda k: -self.weight_s[k]) if self.split else ():
             self._place(k, Letter.BACKWARD_WEIGHT, ended[k], self.weight_s[k])
         return tuple(self.placed)
@@ -112,15 +111,6 @@ class _Block:
         start_s = self.clocks[self.walk.job.stages[stage].rank].place(ready_s, seconds)
         self.placed.append(Placed(start_s, len(self.placed), stage, letter))
         return start_s + seconds
-
-
-def _hand_over(given: Handover, end_s: float, ready: list[float]) -> None:
-    """Note when what an action hands over is there."""
-    for goal in given.at_once:
-        ready[goal] = max(ready[goal], end_s)
-    for parcel in given.parcels:
-        for goal in (parcel.to_stage, *parcel.riders):
-            ready[goal] = max(ready[goal], end_s + parcel.busy_s + parcel.latency_s)
 
 
 class _Clock:

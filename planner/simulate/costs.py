@@ -8,6 +8,8 @@ A stage that returns nothing has nothing to hand over: its I takes no time, its 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from planner.cluster import Link, link_between
 from planner.graph.stage import Stage, Transfer
 from planner.record import record
@@ -62,6 +64,14 @@ class Handover:
     parcels: tuple[Parcel, ...]
     added_s: float
     """How much longer the action lasts for its messages (where transfers do not overlap with compute)."""
+
+    def arrivals(self, end_s: float) -> Iterator[tuple[int, float]]:
+        """The stages that get something of an action that ends then, and when it is there where links are free."""
+        for goal in self.at_once:
+            yield goal, end_s
+        for parcel in self.parcels:
+            for goal in (parcel.to_stage, *parcel.riders):
+                yield goal, end_s + parcel.busy_s + parcel.latency_s
 
 
 class Links:

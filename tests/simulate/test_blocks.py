@@ -51,14 +51,17 @@ def end_s(job: Job, made: tuple[Placed, ...]) -> float:
     return max(ends)
 
 
-@settings(deadline=None)
-@given(jobs(shapes=SHAPES), st.booleans(), GAPS, GAPS)
-def test_any_job_gets_a_whole_order_without_a_deadlock(
-    job: Job, split: bool, forward_gap: float, backward_gap: float
-) -> None:
+def blocked(job: Job, split: bool, gap: float) -> tuple[Walk, float, tuple[Placed, ...]]:
+    """A block of a job, and the period after which it begins again."""
     walk = Walk(job)
     period_s = busiest_s(walk) or 1.0
-    made = block(walk, period_s, split=split, forward_gap=forward_gap, backward_gap=backward_gap)
+    return walk, period_s, block(walk, period_s, split=split, gap=gap)
+
+
+@settings(deadline=None)
+@given(jobs(shapes=SHAPES), st.booleans(), GAPS)
+def test_any_job_gets_a_whole_order_without_a_deadlock(job: Job, split: bool, gap: float) -> None:
+    walk, period_s, made = blocked(job, split, gap)
     order = repeated(walk, made, period_s)
     found = check_schedule(order, num_microbatches=job.num_microbatches, wiring=Wiring.of(job.stages))
     assert found.errors == ()
@@ -68,9 +71,7 @@ def test_any_job_gets_a_whole_order_without_a_deadlock(
 @settings(deadline=None)
 @given(lasting(), st.booleans(), GAPS)
 def test_the_busiest_rank_sets_the_pace(job: Job, split: bool, gap: float) -> None:
-    walk = Walk(job)
-    period_s = busiest_s(walk)
-    made = block(walk, period_s, split=split, forward_gap=gap)
+    walk, period_s, made = blocked(job, split, gap)
     iteration_s = simulate(job, repeated(walk, made, period_s)).iteration_s
     assert iteration_s <= (job.num_microbatches - 1) * period_s + end_s(job, made) + 1e-6
 
@@ -78,9 +79,7 @@ def test_the_busiest_rank_sets_the_pace(job: Job, split: bool, gap: float) -> No
 @settings(deadline=None)
 @given(lasting(), st.booleans(), GAPS)
 def test_a_ranks_actions_do_not_overlap_in_a_period(job: Job, split: bool, gap: float) -> None:
-    walk = Walk(job)
-    period_s = busiest_s(walk)
-    made = block(walk, period_s, split=split, forward_gap=gap)
+    _, period_s, made = blocked(job, split, gap)
     lasts = [placed for placed in made if end_s(job, (placed,)) > placed.start_s]
     for one, other in combinations(lasts, 2):
         if job.stages[one.stage].rank == job.stages[other.stage].rank:
@@ -93,9 +92,7 @@ def test_a_ranks_actions_do_not_overlap_in_a_period(job: Job, split: bool, gap: 
 @settings(deadline=None)
 @given(lasting(), st.booleans(), GAPS)
 def test_what_is_held_is_what_the_time_model_says(job: Job, split: bool, gap: float) -> None:
-    walk = Walk(job)
-    period_s = busiest_s(walk)
-    made = block(walk, period_s, split=split, forward_gap=gap)
+    walk, period_s, made = blocked(job, split, gap)
     peaks = [use.peak_memory_bytes for use in simulate(job, repeated(walk, made, period_s)).ranks]
     assert peaks == [resident_bytes(job, rank) + most for rank, most in enumerate(held(walk, made, period_s))]
 
@@ -104,13 +101,12 @@ def test_what_is_held_is_what_the_time_model_says(job: Job, split: bool, gap: fl
 def test_equal_stages_in_a_v_hold_no_more_than_v_min(num_ranks: int) -> None:
     """The published block is found where all actions last as long."""
     job = chain_job(num_ranks, 6 * num_ranks, virtual=2, placement=Placement.V, message_bytes=0)
-    walk = Walk(job)
-    made = block(walk, busiest_s(walk), split=True)
+    walk, period_s, made = blocked(job, True, 0.0)
     v_min = build(
         ScheduleName.V_MIN, placement=Placement.V, num_ranks=num_ranks, virtual=2, num_microbatches=6 * num_ranks
     )
     published = simulate(job, v_min)
-    found = simulate(job, repeated(walk, made, busiest_s(walk)))
+    found = simulate(job, repeated(walk, made, period_s))
     assert found.iteration_s <= published.iteration_s + 1e-9
     for one, other in zip(found.ranks, published.ranks, strict=True):
         assert one.peak_memory_bytes <= other.peak_memory_bytes
