@@ -21,11 +21,11 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from planner.allocator import keep_freed_memory
 from planner.capture import Batch, Capture, ModelFile, capture_as, load_model_file
-from planner.capture.batch import named_leaves
 from planner.errors import InputError
 from planner.runtime.assembly import assemble
 from planner.runtime.board import Board, State
 from planner.runtime.checkpoint import Checkpoints, Content, Part, check, content_of, load
+from planner.runtime.data import check_same, like
 from planner.runtime.failure import Failure, Where, place, raised
 from planner.runtime.figures import RankFigures
 from planner.runtime.groups import LostContactError
@@ -80,18 +80,6 @@ def _tell(store: Store, failure: Failure) -> None:
     store.compare_set(FAILURE_KEY, "", failure.to_json())
 
 
-def _digest(leaf: object) -> str:
-    """Of a tensor's type, shape and values, or of a plain value; of what else there is in a batch its type."""
-    if not isinstance(leaf, Tensor):
-        plain = leaf is None or isinstance(leaf, bool | int | float | complex | str | bytes)
-        return hashlib.sha256(f"{type(leaf)} {leaf if plain else ''}".encode()).hexdigest()
-    found = hashlib.sha256(f"{leaf.dtype} {list(leaf.shape)}".encode())
-    values = (leaf.detach() if leaf.layout is torch.strided else leaf.detach().to_dense()).cpu()
-    values = values.resolve_conj().resolve_neg().contiguous().reshape(-1)
-    found.update(values.view(torch.uint8).numpy().data)
-    return found.hexdigest()
-
-
 class _Worker:
     """One process of a run."""
 
@@ -120,7 +108,7 @@ class _Worker:
                 f"(fingerprint {captured.fingerprint[:12]}, the plan's {fingerprint[:12]})",
                 hint="profile and solve again, or restore the model file",
             )
-        self.shapes = {name: leaf.shape[1:] for name, leaf in named_leaves(captured.batch) if isinstance(leaf, Tensor)}
+        self.example = captured.batch
         if self.saved is not None:
             self._check_checkpoint(model_file, self.saved)
         self.writer.at(State.STARTING)
@@ -165,17 +153,7 @@ class _Worker:
         batches = model_file.data(
             job.plan.batch.global_batch, seed=job.seed, first=job.start, skipped=lambda: self.writer.at(State.DATA)
         )
-        for step, batch in enumerate(batches, job.start):
-            for name, leaf in named_leaves(batch):
-                known = self.shapes.get(name)
-                if known is not None and isinstance(leaf, Tensor) and leaf.shape[1:] != known:
-                    raise model_file.fault(
-                        "data" if "data" in model_file.functions else "batch",
-                        f"gives samples of another shape in step {step + 1} than the model was captured with: "
-                        f"{list(leaf.shape[1:])} for {list(known)} ({name})",
-                        "pad or cut every sample to the shape that batch() gives, always the same one",
-                    )
-            yield batch
+        return like(self.example, batches, model_file, first=job.start)
 
     # --- training -----------------------------------------------------------------------------------------------------
 
@@ -190,8 +168,8 @@ class _Worker:
         for step in range(job.start, job.steps):
             self.writer.step(step)
             batch = next(batches)
-            if step == job.start:
-                self._check_same_data(model_file, batch)
+            if step == job.start and trainer.reads_data:
+                check_same(batch, model_file, self.store, process=self.place.process, step=step)
             record = trainer.step(step, batch)
             figures.add(record)
             now = time.perf_counter()
@@ -209,22 +187,6 @@ class _Worker:
                 figures.begin()
                 ended = time.perf_counter()
         return figures
-
-    def _check_same_data(self, model_file: ModelFile, batch: Batch) -> None:
-        """That all processes whose stages read the data are given the same: else targets belong to other inputs."""
-        if not self.made.trainer.reads_data:
-            return
-        own = json.dumps({"rank": self.place.process} | {name: _digest(value) for name, value in named_leaves(batch)})
-        first = json.loads(self.store.compare_set("data", "", own))
-        mine = json.loads(own)
-        differing = [name for name in mine if name != "rank" and mine[name] != first.get(name)]
-        if differing:
-            raise model_file.fault(
-                "data" if "data" in model_file.functions else "batch",
-                f"gives rank {mine['rank']} other data than rank {first['rank']} "
-                f"({', '.join(differing)} of step {self.job.start + 1})",
-                "draw with torch's own random numbers or a fixed seed: every rank must be given the same",
-            )
 
     def _is_due(self, step: int) -> bool:
         """Whether there is a checkpoint before step ``step``."""
