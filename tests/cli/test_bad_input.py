@@ -15,7 +15,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.command import pipeplan, refused
-from support.damage import FOREIGN, PIPEDREAM, answers_well, damaged, damaged_texts
+from support.damage import answers_well, damaged, damaged_texts
 from support.plans import chain_profile, fresh_plan, plans, profiles, save
 
 from planner.cluster import Cluster
@@ -232,40 +232,6 @@ def test_a_damaged_cluster_is_never_a_traceback(data: st.DataObject) -> None:
         write_profile(chain_profile(3), profile)
         path.write_text(yaml.safe_dump(damaged(data.draw, cluster)))
         answers_well("solve", profile, "--gpus", 2, "--cluster", path, "-o", Path(folder) / "plan.yaml")
-
-
-@pytest.mark.parametrize("system", FOREIGN)
-@settings(max_examples=100, deadline=None)
-@given(data=st.data())
-def test_a_damaged_foreign_file_is_never_a_traceback(system: str, data: st.DataObject) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "file.json"
-        path.write_text(json.dumps(damaged(data.draw, FOREIGN[system])))
-        answers_well("import", path, "--from", system, "-o", Path(folder) / "profile.json")
-
-
-@settings(max_examples=100, deadline=None)
-@given(data=st.data())
-def test_a_damaged_pipedream_file_is_never_a_traceback(data: st.DataObject) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "graph.txt"
-        path.write_bytes(data.draw(damaged_texts(PIPEDREAM)))
-        words = ["--from", "pipedream", "--microbatch-size", "2", "-o", Path(folder) / "profile.json"]
-        answers_well("import", path, *words)
-
-
-@settings(max_examples=60, deadline=None)
-@given(data=st.data())
-def test_a_damaged_schedule_is_never_a_traceback(data: st.DataObject) -> None:
-    profile = chain_profile(4)
-    plan = fresh_plan(profile, [["block.0", "block.1"], ["block.2", "block.3"]], ranks=2, microbatches=2)
-    with tempfile.TemporaryDirectory() as folder:
-        path = save(plan, profile, Path(folder))
-        before = path.read_bytes()
-        table = Path(folder) / "table.csv"
-        table.write_bytes(data.draw(damaged_texts("0F0,0F1,0B0,(0F3;0B1)OVERLAP_F_B\n1UNSHARD,1F0,1B0,1F1,1B1\n")))
-        answers_well("import", table, "--from", "torch-csv", "--plan", path, "-o", Path(folder) / "new.yaml")
-        assert path.read_bytes() == before
 
 
 @pytest.mark.parametrize(

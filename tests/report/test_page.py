@@ -236,6 +236,34 @@ def test_the_keyboard_reaches_everything(browser: Any, small: Shown) -> None:
         assert said.inner_text().startswith("block.7: kind block, stage 3, ")
 
 
+def test_the_keyboard_reads_what_ranks_hold(browser: Any, small: Shown) -> None:
+    shown = small.overview
+    with opened(browser, small.path) as page:
+        said, rank = page.locator("#said"), shown.fullest
+        page.locator("#memory canvas").focus()
+        page.keyboard.press("Home")
+        for key, way in (("ArrowDown", 1), ("ArrowDown", 1), ("ArrowUp", -1)):
+            page.keyboard.press(key)
+            rank = min(3, max(0, rank + way))
+            assert f": rank {rank} holds " in said.inner_text()
+            assert page.locator("#memory-rank").input_value() == str(rank)
+        levels, limit = shown.timeline.memory[rank], f" of {format_bytes(shown.limit_bytes)}"
+        page.keyboard.press("Home")
+        for level in levels[:12]:
+            assert said.inner_text().endswith(f": rank {rank} holds {format_bytes(level.bytes)}{limit}")
+            assert tooltip(page)[1][f"rank {rank}"] == format_bytes(level.bytes)
+            page.keyboard.press("ArrowRight")
+        page.keyboard.press("ArrowLeft")
+        assert said.inner_text().endswith(f"holds {format_bytes(levels[11].bytes)}{limit}")
+        for _ in range(3):
+            page.keyboard.press("+")
+        page.keyboard.press("End")
+        assert said.inner_text().endswith(f"holds {format_bytes(levels[-1].bytes)}{limit}")
+        assert page.evaluate("pipeplan.span.to") == pytest.approx(shown.timeline.iteration_s), "it is brought into view"
+        page.keyboard.press("Escape")
+        assert tooltip(page) == ("", {})
+
+
 def test_the_theme_follows_the_system_and_the_switch(browser: Any, small: Shown) -> None:
     ground = "getComputedStyle(document.body).backgroundColor"
 

@@ -76,11 +76,13 @@ function setUpSchedule(data) {
 
 function setUpMemory(data, span) {
   const chosen = document.getElementById("memory-rank");
-  const picture = new MemoryPicture(document.getElementById("memory"), data, span, Number(chosen.value));
-  chosen.addEventListener("change", () => {
-    picture.rank = Number(chosen.value);
+  const choose = (rank) => {
+    chosen.value = String(rank);
+    picture.rank = rank;
     picture.redraw();
-  });
+  };
+  const picture = new MemoryPicture(document.getElementById("memory"), data, span, Number(chosen.value), choose);
+  chosen.addEventListener("change", () => choose(Number(chosen.value)));
   return picture;
 }
 

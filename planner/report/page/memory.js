@@ -1,15 +1,15 @@
 // Memory over time: the chosen rank filled, the others behind it, the limit across.
 
 class MemoryPicture extends TimePicture {
-  constructor(box, data, span, rank) {
+  constructor(box, data, span, rank, onRank) {
     super(box, 240, 58, span);
-    Object.assign(this, { data, rank, top: 14, bottom: 26, cursor: null });
+    Object.assign(this, { data, rank, onRank, top: 14, bottom: 26, cursor: null });
     this.limit = data.plan.limit_bytes;
     const peak = Math.max(...data.plan.peaks, ...(data.plan.measured?.peaks ?? []));
     this.far = this.limit !== null && this.limit > 4 * peak; // the limit would flatten everything: said, not drawn
     this.high = 1.08 * (this.limit !== null && !this.far ? Math.max(peak, this.limit) : peak) || 1;
     this.canvas.addEventListener("pointermove", (event) => !event.buttons && this.hover(event));
-    this.canvas.addEventListener("pointerleave", () => (tooltip.hide(), (this.cursor = null), this.redraw()));
+    for (const leaving of ["pointerleave", "blur"]) this.canvas.addEventListener(leaving, () => this.pointAt(null));
     this.canvas.addEventListener("keydown", (event) => this.key(event));
   }
 
@@ -80,20 +80,54 @@ class MemoryPicture extends TimePicture {
     return bytes[Math.max(0, upperBound(times, time, 0, times.length) - 1)];
   }
 
-  hover(event) {
-    this.cursor = Math.min(this.span.to, Math.max(this.span.from, this.time(this.point(event)[0])));
-    const all = this.data.memory.map((_, rank) => [rank, this.held(rank, this.cursor)]);
-    const rows = all.length <= 8 ? all : [...all.sort((one, other) => other[1] - one[1]).slice(0, 4), [this.rank, this.held(this.rank, this.cursor)]];
-    tooltip.show(this.when(this.cursor), rows.map(([rank, bytes]) => [`rank ${rank}`, formatBytes(bytes)]), event.clientX, event.clientY);
+  /** What ranks hold at a moment: all of them, or of many those that hold most, and the chosen one. */
+  told(time) {
+    const all = this.data.memory.map((_, rank) => [rank, this.held(rank, time)]);
+    if (all.length <= 8) return all;
+    const most = [...all].sort((one, other) => other[1] - one[1]).slice(0, 4);
+    return most.some(([rank]) => rank === this.rank) ? most : [...most, all[this.rank]];
+  }
+
+  pointAt(time, x, y) {
+    this.cursor = time;
+    if (time === null) tooltip.hide();
+    else tooltip.show(this.when(time), this.told(time).map(([rank, bytes]) => [`rank ${rank}`, formatBytes(bytes)]), x, y);
     this.redraw();
   }
 
+  hover(event) {
+    const time = this.time(this.point(event)[0]);
+    this.pointAt(Math.min(this.span.to, Math.max(this.span.from, time)), event.clientX, event.clientY);
+  }
+
+  /** Arrows go from change to change of what the chosen rank holds, and from rank to rank; with Shift they move. */
   key(event) {
-    if (event.key === "ArrowLeft" || event.key === "ArrowRight") this.span.move(event.key === "ArrowLeft" ? -0.2 : 0.2);
-    else if (event.key === "+" || event.key === "=") this.span.scale(0.5);
-    else if (event.key === "-") this.span.scale(2);
-    else if (event.key === "0") this.span.show(0, this.span.whole);
+    const { span, data } = this;
+    const { times } = data.memory[this.rank];
+    const next = this.cursor === null ? 0 : upperBound(times, this.cursor, 0, times.length);
+    let before = next - 1;
+    while (before > 0 && times[before] >= this.cursor) before--;
+    const places = { ArrowLeft: before, ArrowRight: next, Home: 0, End: times.length - 1 };
+    const ranks = { ArrowUp: this.rank - 1, ArrowDown: this.rank + 1 };
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    if (event.shiftKey && event.key.startsWith("Arrow")) span.move(event.key === "ArrowLeft" ? -0.2 : 0.2);
+    else if (event.key in places) this.goTo(times[Math.min(times.length - 1, Math.max(0, places[event.key]))]);
+    else if (event.key in ranks) {
+      this.onRank(Math.min(data.memory.length - 1, Math.max(0, ranks[event.key])));
+      this.goTo(this.cursor ?? span.from);
+    } else if (event.key === "+" || event.key === "=") span.scale(0.5, this.cursor ?? undefined);
+    else if (event.key === "-") span.scale(2, this.cursor ?? undefined);
+    else if (event.key === "0") span.show(0, span.whole);
+    else if (event.key === "Escape") this.pointAt(null);
     else return;
     event.preventDefault();
+  }
+
+  goTo(time) {
+    if (time < this.span.from || time > this.span.to) this.span.move((time - (this.span.from + this.span.to) / 2) / (this.span.to - this.span.from));
+    const box = this.canvas.getBoundingClientRect();
+    const bytes = this.held(this.rank, time);
+    this.pointAt(time, box.left + this.x(time), box.top + this.y(bytes));
+    say(`${this.when(time)}: rank ${this.rank} holds ${formatBytes(bytes)}${this.limit === null ? "" : ` of ${formatBytes(this.limit)}`}`);
   }
 }
