@@ -52,10 +52,15 @@ class Link:
 
 @record
 class ClusterLinks:
-    """Links within a node and between nodes."""
+    """Links within a node and between nodes.
+
+    ``sums``: what the sums over a stage's tensor ranks run at, by the formula of a ring, where that is not
+    ``intra_node``: messages and sums may go different ways.
+    """
 
     intra_node: Link | None = None
     inter_node: Link | None = None
+    sums: Link | None = None
 
 
 @record
@@ -112,22 +117,27 @@ def resolve(cluster: Cluster | None, profile: Profile, memory: int | None = None
     """The cluster with every default filled.
 
     Memory (bytes a device): ``memory``, else the cluster's, else the profile's (0 there: not known), else None,
-    unlimited. Links of each level: the cluster's, else the profile's, else None, free. gpus_per_node None: one node.
+    unlimited. Links of each level: the cluster's, else the profile's, else None, free. Sums: the cluster's, else those
+    profiled where the links within a node are. gpus_per_node None: one node.
     """
     given = cluster or Cluster()
     named = device_memory(given.memory_bytes) if isinstance(given.memory_bytes, str) else given.memory_bytes
     known = (memory, named, profile.device.memory_bytes or None)
     limit = next((found for found in known if found is not None), None)
     links, measured = given.links or ClusterLinks(), profile.links
-    default = None
+    default = sums = None
     if measured is not None:
         default = Link(latency_s=measured.latency_s, bandwidth_bytes_per_s=measured.bandwidth_bytes_per_s)
+        if measured.sums is not None and links.intra_node is None:
+            sums = Link(latency_s=measured.sums.latency_s, bandwidth_bytes_per_s=measured.sums.bandwidth_bytes_per_s)
     overlap = measured.overlap if given.overlap is None and measured else given.overlap
     reserve = given.memory_reserve_fraction
     return Cluster(
         gpus_per_node=given.gpus_per_node,
         memory_bytes=limit,
-        links=ClusterLinks(intra_node=links.intra_node or default, inter_node=links.inter_node or default),
+        links=ClusterLinks(
+            intra_node=links.intra_node or default, inter_node=links.inter_node or default, sums=links.sums or sums
+        ),
         overlap=True if overlap is None else overlap,
         memory_reserve_fraction=DEFAULT_RESERVE_FRACTION if reserve is None else reserve,
     )
@@ -148,6 +158,12 @@ def check_tensor(cluster: Cluster, tensor: int) -> None:
             f"{cluster.gpus_per_node} GPUs per node cannot hold groups of {tensor} tensor ranks",
             hint="the tensor-parallel size must divide gpus_per_node",
         )
+
+
+def sum_link(cluster: Cluster | None) -> Link | None:
+    """The link over which the tensor ranks of one stage, which lie on one node, add up. None: free."""
+    links = (cluster.links if cluster is not None else None) or ClusterLinks()
+    return links.sums or links.intra_node
 
 
 def link_between(a: int, b: int, *, data: int, tensor: int, cluster: Cluster) -> Link | None:

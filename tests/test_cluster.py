@@ -22,6 +22,7 @@ from planner.cluster import (
     read_cluster,
     resolve,
     ring_link,
+    sum_link,
 )
 from planner.errors import InputError
 from planner.profile import Profile
@@ -50,7 +51,10 @@ def test_links_and_overlap_are_the_clusters_else_the_profiles(
     measured = profile.links and Link(
         latency_s=profile.links.latency_s, bandwidth_bytes_per_s=profile.links.bandwidth_bytes_per_s
     )
-    assert resolved.links == ClusterLinks(intra_node=near or measured, inter_node=far or measured)
+    known = profile.links.sums if profile.links and near is None else None
+    sums = known and Link(latency_s=known.latency_s, bandwidth_bytes_per_s=known.bandwidth_bytes_per_s)
+    assert resolved.links == ClusterLinks(intra_node=near or measured, inter_node=far or measured, sums=sums)
+    assert sum_link(resolved) == (sums or near or measured)
     assert resolved.overlap is (overlap if overlap is not None else True)
     assert resolve(resolved, profile) == resolved
 

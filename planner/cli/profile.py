@@ -118,10 +118,11 @@ def profile(
 
 def _measured(model_file: ModelFile, asked: Asked, path: Path, progress: Callable[[str, float], None]) -> Measured:
     from planner.measure import estimate_profile, measure_profile
-    from planner.runtime.links import measure_links
+    from planner.runtime.sums import measure_links_and_sums
 
     if asked.estimate is not None:
         return estimate_profile(model_file, asked, folder=path.parent, progress=progress)
+    measure_links = partial(measure_links_and_sums, tensor_sizes=asked.tensor)
     return measure_profile(model_file, asked, folder=path.parent, measure_links=measure_links, progress=progress)
 
 

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 import networkx as nx
 
-from planner.cluster import Cluster, Link
+from planner.cluster import Cluster, Link, sum_link
 from planner.errors import InputError
 from planner.profile import Collective, Cost, EdgeTensor, Layer, Profile, TensorPart
 
@@ -105,10 +105,10 @@ class LayerGraph:
     def costs(self, *, microbatch_size: int, tensor: int = 1, cluster: Cluster | None = None) -> tuple[LayerCost, ...]:
         """What each layer costs, from its row at exactly this micro-batch size and tensor size.
 
-        With T > 1, F and I last longer by the row's collectives over the link within a node, where tensor groups lie:
+        With T > 1, F and I last longer by the row's collectives, over a node's link for sums, where tensor groups lie:
         count · 2(T-1) · latency + 2(T-1)/T · bytes / bandwidth. Raises InputError where a layer has no such row.
         """
-        link = cluster.links.intra_node if cluster is not None and cluster.links is not None else None
+        link = sum_link(cluster)
         key = (microbatch_size, tensor, link)
         if key not in self._costs:
             self._costs[key] = tuple(_cost(layer, microbatch_size, tensor, link) for layer in self.layers)

@@ -50,12 +50,21 @@ class OptimizerCost:
 
 
 @record
+class ProfiledSums:
+    """All-reduces of n bytes over T processes (or devices): 2(T-1) · latency + 2(T-1)/T · n / bandwidth."""
+
+    latency_s: Seconds
+    bandwidth_bytes_per_s: Bandwidth
+
+
+@record
 class ProfiledLinks:
-    """A link between two processes (or devices) of the profiled machine."""
+    """A link between two processes (or devices) of the profiled machine; ``sums`` over tensor ranks there."""
 
     latency_s: Seconds
     bandwidth_bytes_per_s: Bandwidth
     overlap: bool = True
+    sums: ProfiledSums | None = None
 
 
 @record

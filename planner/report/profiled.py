@@ -125,6 +125,11 @@ def _remarks(measured: Measured, change: Difference | None, earlier: Profile | N
             f"link between two {ends}: {format_seconds(links.latency_s)} and "
             f"{format_bytes(links.bandwidth_bytes_per_s)}/s, {beside}"
         )
+        if links.sums is not None:
+            yield (
+                f"sums over tensor ranks: {format_seconds(links.sums.latency_s)} a hop, "
+                f"{format_bytes(links.sums.bandwidth_bytes_per_s)}/s"
+            )
     yield (
         f"{optimizer.name}: {optimizer.state_bytes_per_trainable_byte:.2f} bytes of state and "
         f"{optimizer.step_s_per_trainable_byte * 1e9:.3f} ns a step for each byte of trainable parameters"

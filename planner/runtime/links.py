@@ -46,15 +46,23 @@ def measure_links(device: str) -> ProfiledLinks | None:
     """Latency, bandwidth and overlap between two processes here (two GPUs on CUDA); None where there are no two."""
     if device == "cuda" and torch.cuda.device_count() < 2:
         return None
+    told = told_by("planner.runtime.links", 2, device)
+    seconds = [median(_durations(told, size)) for size in SIZES]
+    latency_s, seconds_per_byte = fit(SIZES, seconds)
+    overlap = mean([*told[0]["added"], *told[1]["added"]]) < 0.5
+    return ProfiledLinks(latency_s=latency_s, bandwidth_bytes_per_s=1 / seconds_per_byte, overlap=overlap)
+
+
+def told_by(module: str, count: int, *words: str) -> list[Mapping[str, Any]]:
+    """What so many processes of a module of ours write down, by rank; each is given its rank, the words, a folder."""
     with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
         started = [
             subprocess.Popen(
-                [sys.executable, "-m", "planner.runtime.links", str(rank), device, folder],
-                env=environment,
+                [sys.executable, "-m", module, str(rank), *words, folder],
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
             )
-            for rank in (0, 1)
+            for rank in range(count)
         ]
         try:
             codes = [process.wait(timeout=300) for process in started]
@@ -64,11 +72,7 @@ def measure_links(device: str) -> ProfiledLinks | None:
                 process.wait()
         if any(codes):
             raise ChildProcessError(f"the processes that measure the link ended with codes {codes}")
-        told = [json.loads((Path(folder) / f"figures{rank}").read_text()) for rank in (0, 1)]
-    seconds = [median(_durations(told, size)) for size in SIZES]
-    latency_s, seconds_per_byte = fit(SIZES, seconds)
-    overlap = mean([*told[0]["added"], *told[1]["added"]]) < 0.5
-    return ProfiledLinks(latency_s=latency_s, bandwidth_bytes_per_s=1 / seconds_per_byte, overlap=overlap)
+        return [json.loads((Path(folder) / f"figures{rank}").read_text()) for rank in range(count)]
 
 
 def _durations(told: Sequence[Mapping[str, Any]], size: int) -> list[float]:
@@ -198,14 +202,19 @@ class _Player:
         return median(seconds)
 
 
-def _main(rank: int, kind: str, folder: Path) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that measures ends this one
+def start_process(rank: int, kind: str) -> torch.device:
+    """The device of a process that measures; the one that started it ends it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     keep_freed_memory()
     device = torch.device("cuda", rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(device)
-    figures = _Player(rank, device, folder).play()
+    return device
+
+
+def _main(rank: int, kind: str, folder: Path) -> None:
+    figures = _Player(rank, start_process(rank, kind), folder).play()
     (folder / f"figures{rank}").write_text(json.dumps(figures))
 
 

@@ -161,10 +161,11 @@ def _save_profile(
 ) -> None:
     """Write the profile that follows from what a run measured, with the link between two processes of this machine."""
     from planner.measure.machine import this_device
-    from planner.runtime.links import measure_links
     from planner.runtime.measured import measured_profile
+    from planner.runtime.sums import measure_links_and_sums
 
-    links = measure_links(device) if plan.parallel.gpus > 1 else None
+    sizes = plan.parallel
+    links = measure_links_and_sums(device, tensor_sizes=(sizes.tensor,)) if sizes.gpus > 1 else None
     notes = {"measured_by": f"run of {plan.parallel.gpus} processes on {nodes.count} machines"}
     made = measured_profile(
         plan,

@@ -94,7 +94,7 @@ def test_people_are_told_what_was_measured_and_what_is_next(profiled: tuple[Path
 def test_a_second_profile_says_how_far_it_is_from_the_first(known: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here as on a machine without a core for a neighbour, or a second device to send to."""
     monkeypatch.setattr("planner.measure.default_neighbours", lambda device: 0)
-    monkeypatch.setattr("planner.runtime.links.measure_links", lambda device: None)
+    monkeypatch.setattr("planner.runtime.sums.measure_links", lambda device: None)
     _edit(known / "net.py", "return Net()", "print('no part of the answer')\n    return Net()")
     words = ("--device", "cpu", "--microbatch", "2", "--fresh", "--json", "-o", known / "profiles" / "net.json")
     said = pipeplan("profile", known / "net.py", *words)

@@ -157,6 +157,10 @@ def test_tensor_parallel_rows_bring_their_sizes_and_their_collectives() -> None:
     assert stage.forward_s == 0.5 + 2 * 2 * 0.25 + 1 * 100 / 100
     assert stage.backward_input_s == 1.0 + 1 * 2 * 0.25 + 1 * 60 / 100
     assert (stage.backward_weight_s, stage.parameter_bytes, stage.trainable_bytes) == (1.5, 50, 40)
+    assert cluster.links is not None
+    slower = ClusterLinks(intra_node=cluster.links.intra_node, sums=Link(latency_s=1.0, bandwidth_bytes_per_s=50.0))
+    (stage,) = derive_stages(graph, [["a"]], ranks=[0], microbatch_size=1, tensor=2, cluster=Cluster(links=slower))
+    assert stage.forward_s == 0.5 + 2 * 2 * 1.0 + 1 * 100 / 50
 
 
 @pytest.mark.parametrize(

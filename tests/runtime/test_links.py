@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.runtime.links import SIZES, fit, measure_links
+from planner.runtime.sums import fitted, measure_links_and_sums, measure_sums
 
 
 @given(st.floats(1e-6, 1e-2), st.floats(1e7, 1e11))
@@ -22,6 +23,26 @@ def test_a_latency_is_never_negative(bandwidth: float) -> None:
     latency, seconds_per_byte = fit(list(SIZES), seconds)
     assert latency >= 0
     assert seconds_per_byte > 0
+
+
+@given(st.sampled_from([2, 4, 8]), st.floats(1e-6, 1e-2), st.floats(1e7, 1e11))
+def test_sums_are_fitted_by_the_formula_of_a_ring(ranks: int, latency_s: float, bandwidth: float) -> None:
+    found = fitted(ranks, [2 * (ranks - 1) * (latency_s + size / ranks / bandwidth) for size in SIZES])
+    assert found.latency_s == pytest.approx(latency_s, rel=1e-6)
+    assert found.bandwidth_bytes_per_s == pytest.approx(bandwidth, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_sums_over_two_processes_on_this_machine() -> None:
+    """Four ranks on few cores are counted as two: what they take there is the cores' doing."""
+    assert measure_sums("cpu", (1,)) is None
+    found = measure_sums("cpu", (1, 2))
+    assert found is not None
+    assert found.latency_s > 0
+    assert 10_000_000 / found.bandwidth_bytes_per_s > 3 * found.latency_s
+    links = measure_links_and_sums("cpu", tensor_sizes=(1,))
+    assert links is not None
+    assert links.sums is None
 
 
 def test_two_processes_on_this_machine() -> None:

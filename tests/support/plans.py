@@ -35,6 +35,7 @@ from planner.profile import (
     Profile,
     ProfiledLinks,
     ProfiledModel,
+    ProfiledSums,
     SharedParameter,
     write_profile,
 )
@@ -58,6 +59,10 @@ def _costs(draw: st.DrawFn, size: int) -> Cost:
         saved_for_weight_bytes=draw(_bytes),
         workspace_bytes=draw(_bytes),
     )
+
+
+LINK = {"latency_s": st.just(1e-5), "bandwidth_bytes_per_s": st.just(1e9)}
+SUMS = st.just(ProfiledSums(latency_s=3e-4, bandwidth_bytes_per_s=5e8))
 
 
 @st.composite
@@ -91,7 +96,7 @@ def profiles(draw: st.DrawFn, *, min_layers: int = 1, max_layers: int = 6) -> Pr
         global_batch=draw(st.none() | st.integers(1, 64)),
         gradient_bytes_per_trainable_byte=1.0,
         optimizer=OptimizerCost(name="adamw", state_bytes_per_trainable_byte=2.0, step_s_per_trainable_byte=1e-10),
-        links=draw(st.none() | st.just(ProfiledLinks(latency_s=1e-5, bandwidth_bytes_per_s=1e9, overlap=True))),
+        links=draw(st.none() | st.builds(ProfiledLinks, **LINK, overlap=st.just(True), sums=st.none() | SUMS)),
         layers=tuple(layers),
         edges=tuple(_edges(draw, names)),
     )
