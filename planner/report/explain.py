@@ -12,13 +12,16 @@ from planner.graph import Stage
 from planner.report.boundaries import REACH, boundaries_of
 from planner.report.bubble import bubble_of
 from planner.report.contest import best_by_schedule, contenders, frontier, is_bucketed
-from planner.report.plans import candidates_table, legend, others, plans_table, span_of, stages_table, table
+from planner.report.plans import candidates_table, legend, others, plans_table, stages_table, table
+from planner.report.summary import named, short_run
 from planner.schedules import ScheduleName
 from planner.search import Candidate, Found
 from planner.search.shortfall import memory_for
 from planner.units import format_bytes, format_rate, format_seconds
 
 _MOST_BOUNDARIES = 10
+_NAME = 44
+"""Letters of a run of layers in a sentence."""
 _FEW_ACTIONS = 100_000
 """Simulated actions that looking for a leaner plan may take."""
 _HARDLY, _MUCH = 0.03, 2 / 3
@@ -196,12 +199,12 @@ def _bottleneck(found: Found) -> str:
     own = [stage for stage in best.stages if stage.rank == slowest.rank]
     share = slowest.busy_s / best.iteration_s if best.iteration_s else 0.0
     layer, part = _largest_layer(found, own)
-    held = ", ".join(f"stage {stage.stage} ({span_of(stage.layers)})" for stage in own[:2])
+    held = ", ".join(f"stage {stage.stage} ({short_run(named(stage.layers), _NAME)})" for stage in own[:2])
     more = f" and {len(own) - 2} more" if len(own) > 2 else ""
     uneven = f"; it has {best.unevenness - 1:.1%} more to do than the mean rank" if len(best.timeline.ranks) > 1 else ""
     return (
         f"bottleneck: rank {slowest.rank}, {held}{more}, busy {share:.1%} of the iteration; its largest layer is "
-        f"{layer}, {part:.0%} of its work{uneven}"
+        f"{short_run(layer, _NAME)}, {part:.0%} of its work{uneven}"
     )
 
 
@@ -321,7 +324,7 @@ def _boundaries(found: Found) -> Iterator[RenderableType]:
     steps = [f"{step:+}" if step else "here" for step in range(-REACH, REACH + 1)]
     left = f"; the {len(shown)} that carry most of {len(made)}" if len(shown) < len(made) else ""
     yield _heading("What crosses the boundaries")
-    yield table(("cut", "after layer", *steps), [rows], words=("after layer",))
+    yield table(("cut", "after layer", *steps), [rows], layers="after layer")
     yield Text(
         f"bytes ahead, a micro-batch of {size}: here, and were the cut one or two layers earlier or later{left}",
         style="dim",

@@ -1,20 +1,24 @@
-"""Plans side by side as tables that keep to 80 columns: words are folded, figures never cut."""
+"""Plans side by side as tables that keep to 80 columns: figures are never cut."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from planner.report.summary import named, short_run
 from planner.search import Candidate, Found
 from planner.units import format_bytes, format_seconds
 
 _LETTERS = {"P": "pipeline ranks", "D": "replicas", "T": "tensor ranks", "v": "stages a rank"}
 _DOT = "·"
-_WIDTH, _LEAST = 80, 6
-"""Of a table; of a column of words where figures leave no more."""
+_WIDTH, _LEAST, _FEWEST = 80, 12, 6
+"""Of a table; of a column of layers' names, and of one of words, where figures leave no more."""
+_SHORTER = {"even by parameters": "even by params", "plain data parallel": "data parallel"}
+"""What is done by hand, where room is short."""
 _PLACES = ("best", "2nd", "3rd", *(f"{place}th" for place in range(4, 20)))
 
 
@@ -31,6 +35,8 @@ def plans_table(found: Found, *, most: int = 5) -> Table:
             *figures, memory = _row(found, baseline.name, baseline.candidate)
             by_hand.append((*figures, memory if baseline.fits else f"{memory} !"))
     headings = ("plan", _parts(found), f"b{_DOT}M", "schedule", "iteration", "ratio", "idle", "memory")
+    if sum(_widths(headings, [*plans, *by_hand]).values()) + len(headings) + 1 > _WIDTH:
+        by_hand = [(_SHORTER.get(name, name), *figures) for name, *figures in by_hand]
     return table(headings, (plans, by_hand), words=("plan", "schedule"))
 
 
@@ -80,7 +86,7 @@ def stages_table(candidate: Candidate) -> Table:
             (
                 f"{stage.stage}{' R' if stage.recompute else ''}",
                 *([str(stage.rank)] if several else []),
-                span_of(stage.layers),
+                named(stage.layers),
                 format_seconds(stage.forward_s),
                 format_seconds(stage.backward_input_s + stage.backward_weight_s),
                 f"{load / mean:.0%}" if mean else "",
@@ -90,32 +96,50 @@ def stages_table(candidate: Candidate) -> Table:
             )
         )
     headings = ("k", *(["r"] if several else []), "layers", "F", "B", "share", "params", "sends", "memory")
-    return table(headings, [rows], words=("layers",))
+    return table(headings, [rows], layers="layers")
 
 
-def span_of(names: Sequence[str]) -> str:
-    """A stage's layers in short: the only one, or the first, the last, and how many."""
-    return names[0] if len(names) == 1 else f"{names[0]}…{names[-1]} ({len(names)})"
+def table(
+    headings: Sequence[str],
+    sections: Sequence[Sequence[Sequence[str]]],
+    *,
+    words: Sequence[str] = (),
+    layers: str = "",
+) -> Table:
+    """A table without walls, in which figures are never cut.
 
-
-def table(headings: Sequence[str], sections: Sequence[Sequence[Sequence[str]]], *, words: Sequence[str]) -> Table:
-    """A table without walls. Columns of ``words`` go on below where room is short; figures are never cut."""
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True, header_style="bold")
-    columns = [[row[place] for section in (*sections, [headings]) for row in section] for place in range(len(headings))]
-    figures = [max(map(len, cells)) for cells, heading in zip(columns, headings, strict=True) if heading not in words]
-    room = _WIDTH - sum(figures) - 2 * len(headings)
-    for cells, heading in zip(columns, headings, strict=True):
-        if heading in words:  # between its words; names of layers anywhere, where they are long or room is short
-            longest = max(len(word) for cell in cells for word in cell.split(" "))
-            least = min(12, longest, max(_LEAST, room // len(words)))
-            made.add_column(heading, justify="left", overflow="fold", min_width=least)
-        else:
-            made.add_column(heading, justify="right", no_wrap=True, min_width=max(map(len, cells)))
+    Where room is short columns stand closer; then names in the column ``layers`` lose their middle, and columns of
+    ``words`` go on below, between words while that is enough.
+    """
+    rows = [row for section in sections for row in section]
+    widths = _widths(headings, rows)
+    room = _WIDTH - sum(widths.values()) - len(headings) - 1  # one at each side and between
+    gap = 2 if room >= len(headings) - 1 else 1
+    longest = {name: max(len(word) for row in rows for word in row[headings.index(name)].split(" ")) for name in words}
+    for name, least in ((layers, _LEAST), *longest.items(), *dict.fromkeys(words, _FEWEST).items()):
+        if name in widths and room < 0:
+            kept = max(min(least, widths[name]), widths[name] + room)
+            room += widths[name] - kept
+            widths[name] = kept
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, gap - 1), collapse_padding=True, header_style="bold")
+    for name in headings:
+        left = name in (layers, *words)
+        justify: Literal["left", "right"] = "left" if left else "right"
+        made.add_column(name, justify=justify, no_wrap=name not in words, overflow="fold", width=widths[name])
     for section in sections:
         made.add_section()
         for row in section:
-            made.add_row(*map(Text, row), style="bold" if row[0] == "best" else "")  # names may look like markup
+            cells = (
+                short_run(cell, widths[name]) if name == layers else cell
+                for cell, name in zip(row, headings, strict=True)
+            )
+            made.add_row(*map(Text, cells), style="bold" if row[0] == "best" else "")  # names may look like markup
     return made
+
+
+def _widths(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> dict[str, int]:
+    """The width that each column asks for."""
+    return {name: max(len(row[place]) for row in (*rows, headings)) for place, name in enumerate(headings)}
 
 
 def _parts(found: Found) -> str:

@@ -107,7 +107,7 @@ def _stage_table(stages: Sequence[Stage], *, most: int, width: int) -> Table:
         (
             _span([stage.stage for stage in run]) + "R" * any(stage.recompute for stage in run),
             _span(sorted({stage.rank for stage in run})),
-            _named([name for stage in run for name in stage.layers]),
+            named([name for stage in run for name in stage.layers]),
             format_seconds(max(stage.forward_s for stage in run)),
             format_seconds(max(stage.backward_input_s for stage in run)),
             format_seconds(max(stage.backward_weight_s for stage in run)),
@@ -141,7 +141,7 @@ def profile_summary(
     headings = ("layers", "kind", "F", "I", "W", "share", "params", "saved", "cut after")
     told = [
         (
-            _named([row.name for row in run]) + _marks(run),
+            named([row.name for row in run]) + _marks(run),
             "+".join(dict.fromkeys(row.kind for row in run)),
             *(
                 format_seconds(sum(getattr(row, part) for row in run))
@@ -237,7 +237,7 @@ def height(lines: Sequence[Text], width: int) -> int:
     return sum(len(line.wrap(_CONSOLE, width)) for line in lines)
 
 
-def _short_run(text: str, most: int) -> str:
+def short_run(text: str, most: int) -> str:
     """A run's name shortened, but for its count and its numbers, which tell layers apart: ``e.l.3.a.query``.
 
     The words in front give way to their first letters, from the left; only then the middle is left out.
@@ -258,7 +258,7 @@ def _marks(run: Sequence[LayerRow]) -> str:
     return " *" * whole + " T" * any(max(row.tensor) > 1 for row in run)
 
 
-def _named(names: Sequence[str]) -> str:
+def named(names: Sequence[str]) -> str:
     """E.g. ``blocks.0..5 (6)``: what the first and the last share is said once."""
     first, last = names[0], names[-1]
     if len(names) == 1:
@@ -344,7 +344,7 @@ def _table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, width: int
         table.add_column(name, justify="left" if name in ("stage", *words) else "right", no_wrap=True)
     for row in rows:
         cells = (
-            _short_run(cell, widths[name]) if name in words else cell for name, cell in zip(headings, row, strict=True)
+            short_run(cell, widths[name]) if name in words else cell for name, cell in zip(headings, row, strict=True)
         )
         table.add_row(*map(Text, cells))
     return table

@@ -21,7 +21,8 @@ from planner.profile import Cost, Layer, Profile
 from planner.report.boundaries import REACH, boundaries_of
 from planner.report.contest import best_by_schedule, contenders, frontier
 from planner.report.explain import told
-from planner.report.plans import others, table
+from planner.report.plans import others, plans_table, table
+from planner.report.summary import named
 from planner.schedules import ScheduleName
 from planner.search import Asked, Found, solve
 from planner.units import format_bytes, format_seconds, parse_bytes
@@ -255,3 +256,25 @@ def test_figures_are_never_cut_however_wide_they_are() -> None:
     assert max(map(len, text.splitlines())) <= 80
     for word in (*figures, *(heading for heading in headings if heading not in ("plan", "schedule"))):
         assert word in text
+
+
+def test_each_plan_stands_on_one_line() -> None:
+    """Pipeline ranks, replicas, tensor ranks and stages a rank, what is done by hand under its own name."""
+    profile = with_tensor_rows(chain(12, sizes=(1,)), sequence=False)
+    found = solve(profile, Asked(gpus=16, global_batch=64, data=(2,), tensor=(2,), cluster=resolve(Cluster(), profile)))
+    console = Console(file=StringIO(), width=80)
+    console.print(plans_table(found))
+    assert isinstance(console.file, StringIO)
+    lines = [line.split() for line in console.file.getvalue().splitlines() if line.strip()][2:]
+    assert len(lines) == 1 + len(others(found)[:4]) + len(found.baselines)
+    assert all("%" in line[-3] for line in lines)
+
+
+def test_long_names_lose_their_middle_and_not_their_numbers() -> None:
+    names = ("model.decoder.layers.10.encoder_attention.output", "model.decoder.layers.11.final_layer_norm")
+    console = Console(file=StringIO(), width=80)
+    figures = ("216 µs",) * 6
+    console.print(table(("k", "layers", *"abcdef"), [[("0", named(names), *figures)]], layers="layers"))
+    assert isinstance(console.file, StringIO)
+    (row,) = [line for line in console.file.getvalue().splitlines() if "µs" in line]
+    assert re.search(r"10\..*…?.*\(2\)", row)
