@@ -79,9 +79,10 @@ def model_parts(made: Planned) -> list[list[str]]:
                 made.refuse(f"layer {layer.name}, which no module of the model runs", "put its work into a module")
             for part in parts:
                 if home.setdefault(part, stage) != stage:
+                    one = f"keep {part} in one stage" if "." in part else "where lists lie deeper, export --to torch"
                     made.refuse(
                         f"a cut within module {part}, which stages {home[part]} and {stage} both run",
-                        f"it moves whole top-level modules and entries of top-level lists: keep {part} in one stage",
+                        f"it moves whole top-level modules and entries of top-level lists: {one}",
                     )
                 if part not in stages[stage]:
                     stages[stage].append(part)

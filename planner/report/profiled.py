@@ -169,15 +169,17 @@ def _remarks(measured: Measured, change: Difference | None, earlier: Profile | N
             f"F and a backward split into I and W take {dearest:.0%} longer here than F and B (micro-batch size "
             f"{size}): plans count it, and zero-bubble orders win where they save more than that"
         )
-    entry_s = dict(zip(sizes, measured.entry_s, strict=True))
-    for accuracy in profile.accuracy or ():
-        if accuracy.median_error > 0.05:
-            yield (
-                f"at micro-batch size {accuracy.microbatch_size} layers foretell runs of layers to "
-                f"{accuracy.median_error:.1%} only: entering a stage takes "
-                f"{format_seconds(entry_s[accuracy.microbatch_size])}, which "
-                "counts where layers are small; else the machine was busy"
-            )
+    off = [accuracy for accuracy in profile.accuracy or () if accuracy.median_error > 0.05]
+    if off:
+        worst = max(off, key=lambda accuracy: accuracy.median_error)
+        entry_s = dict(zip(sizes, measured.entry_s, strict=True))[worst.microbatch_size]
+        busy = "the machine was busy"
+        if entry_s:
+            busy = f"entering a stage takes {format_seconds(entry_s)}, which counts where layers are small; else {busy}"
+        yield (
+            f"layers foretell runs of layers to {worst.median_error:.1%} only (micro-batch size "
+            f"{worst.microbatch_size}): {busy}"
+        )
     if change is not None:
         yield (
             f"from the profile that was there: {change.median:.1%} in the median over layers, at most "

@@ -330,7 +330,9 @@ def test_a_cut_within_what_a_system_keeps_whole(tmp_path: Path) -> None:
     opened = renamed(profile, {"blocks.3": "blocks.2.mlp"})
     assert "a cut within module blocks.2" in _no(saved(tmp_path, opened, 4), "torchtitan")
     nested = renamed(profile, {name.name: f"model.{name.name}" for name in profile.layers})
-    assert "a cut within module model" in _no(saved(tmp_path, nested, 4), "torchtitan")
+    said = _no(saved(tmp_path, nested, 4), "torchtitan")
+    assert "a cut within module model" in said
+    assert said.endswith("where lists lie deeper, export --to torch")
 
 
 def test_a_stage_that_begins_within_a_module_or_at_its_second_call(tmp_path: Path) -> None:

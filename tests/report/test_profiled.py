@@ -10,7 +10,7 @@ from rich.console import Console
 from planner.capture import load_model_file
 from planner.measure import Asked, Measured
 from planner.measure.estimate import estimate_profile
-from planner.profile import Cost
+from planner.profile import Accuracy, Cost
 from planner.report.profiled import report
 
 MODEL = """
@@ -55,3 +55,17 @@ def test_what_splitting_a_backward_costs_is_said_where_it_shows(measured: Measur
     assert "split into I and W" not in said_of(measured)
     said = said_of(with_split_costs(measured, {1: 0.05, 2: 0.14}))
     assert "F and a backward split into I and W take 14% longer here than F and B (micro-batch size 2)" in said
+
+
+@pytest.mark.parametrize("entry_s", [0.0, 2e-4])
+def test_layers_that_foretell_runs_of_them_badly_are_said_once(measured: Measured, entry_s: float) -> None:
+    errors = {1: 0.07, 2: 0.09}
+    accuracy = tuple(
+        Accuracy(microbatch_size=size, median_error=error, largest_error=-error) for size, error in errors.items()
+    )
+    profile = dataclasses.replace(measured.profile, accuracy=accuracy)
+    said = said_of(dataclasses.replace(measured, profile=profile, entry_s=(entry_s, entry_s)))
+    assert said.count("layers foretell runs of layers to 9.0% only (micro-batch size 2)") == 1
+    assert ("entering a stage takes 200 µs" in said) == (entry_s > 0)
+    assert "foretell runs of layers to 7.0%" not in said
+    assert "the machine was busy" in said

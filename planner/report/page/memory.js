@@ -32,6 +32,7 @@ class MemoryPicture extends TimePicture {
     const peak = this.data.plan.measured?.peaks[this.rank];
     if (limit !== null) this.rule(this.left, limit, this.width, limit, colours.warning, [6, 4]);
     if (peak) this.rule(this.left, this.y(peak), this.width, this.y(peak), colours.text, [2, 3]);
+    if (this.far) this.write(`limit ${formatBytes(this.limit)}, far above`, this.width - 4, 8, { align: "right" });
     if (limit !== null) this.label(`limit ${formatBytes(this.limit)}`, this.width - 4, limit, { colour: colours.warning, align: "right", weight: 600 });
     if (peak) this.label(`measured peak ${formatBytes(peak)}`, this.left, this.y(peak));
     if (this.cursor !== null) this.rule(this.x(this.cursor), this.top, this.x(this.cursor), floor, colours.text);
