@@ -11,6 +11,7 @@ from planner.graph import LayerGraph
 from planner.report.layers import LayerRow
 from planner.report.overview import Overview
 from planner.report.packed import packed
+from planner.report.summary import named
 from planner.runtime.recording import Recording
 
 MOST_ACTIONS: Final = 1_000_000
@@ -60,7 +61,7 @@ def plan_data(shown: Overview, recording: Recording | None = None) -> dict[str, 
         "stages": [
             {
                 "rank": stage.rank,
-                "name": _short_name(stage.layers),
+                "name": named(stage.layers, joint=" … "),
                 "sends": [[entry.to_stage, entry.bytes] for entry in stage.sends],
                 "returns": [[entry.to_stage, entry.bytes] for entry in stage.returns],
             }
@@ -134,7 +135,3 @@ def layers_data(
         "starts": list(starts),
         "arcs": [[source, target, size] for (source, target), size in largest if size],
     }
-
-
-def _short_name(layers: Sequence[str]) -> str:
-    return layers[0] if len(layers) == 1 else f"{layers[0]} … {layers[-1]} ({len(layers)})"

@@ -14,7 +14,7 @@ from planner.report.layers import LayerRow, layer_rows, shape_of
 from planner.report.overview import Overview
 from planner.report.page_data import layers_data, plan_data
 from planner.report.rivals import Rival, rivals_of
-from planner.report.summary import bound_words, counted, memory_words, percent, shape_words
+from planner.report.summary import bound_words, counted, memory_words, named, percent, shape_words
 from planner.runtime.recording import Recording
 from planner.schedules import Letter
 from planner.units import format_bytes, format_rate, format_seconds
@@ -226,7 +226,7 @@ def _stages(shown: Overview) -> Iterator[dict[str, Any]]:
         yield {
             "stage": stage.stage,
             "rank": stage.rank,
-            "name": _stage_name(stage),
+            "name": named(stage.layers, joint=" … "),
             "layers": stage.layers,
             "recompute": stage.recompute,
             "forward": format_seconds(stage.forward_s),
@@ -241,11 +241,6 @@ def _stages(shown: Overview) -> Iterator[dict[str, Any]]:
         }
 
 
-def _stage_name(stage: Stage) -> str:
-    first, last, count = stage.layers[0], stage.layers[-1], len(stage.layers)
-    return first if count == 1 else f"{first} … {last} ({count})"
-
-
 def _transfers(entries: Sequence[Transfer], rank: int, stages: Sequence[Stage]) -> str:
     """What goes where. No bytes: to a stage of the same rank, or the rank that takes it has it already."""
     if not entries:
@@ -256,7 +251,7 @@ def _transfers(entries: Sequence[Transfer], rank: int, stages: Sequence[Stage]) 
             format_bytes(entry.bytes) if entry.bytes else own if stages[entry.to_stage].rank == rank else there
             for entry in entries
         ]
-        return ", ".join(f"{word} → {entry.to_stage}" for word, entry in zip(words, entries, strict=True))
+        return ", ".join(unbroken(f"{word} → {entry.to_stage}") for word, entry in zip(words, entries, strict=True))
     return f"{format_bytes(sum(entry.bytes for entry in entries))} → {len(entries)} stages"
 
 
@@ -309,7 +304,11 @@ def _faster(shown: Overview, rivals: Sequence[Rival]) -> str:
     best = min(better, key=lambda rival: rival.iteration_s)
     won = 1 - best.iteration_s / shown.predicted.iteration_s
     solve = "solve again, without the options that left it out"
-    return f"{best.name} would be {percent(won)} faster than this plan: {solve}, to get the best there is."
+    kind, _, name = best.name.partition(": ")
+    words = {"by hand": f"{name.capitalize()}, done by hand,", "search": f"A runner-up of the search, {name},"}.get(
+        kind, f"The {best.name}"
+    )
+    return f"{words} would be {percent(won)} faster than this plan: {solve}, to get the best there is."
 
 
 def _rivals(shown: Overview, rivals: Sequence[Rival]) -> Iterator[dict[str, Any]]:
@@ -324,7 +323,7 @@ def _rivals(shown: Overview, rivals: Sequence[Rival]) -> Iterator[dict[str, Any]
         peak_memory_bytes=shown.timeline.ranks[shown.fullest].peak_memory_bytes,
         fits=shown.fits,
     )
-    slowest = max(rival.iteration_s for rival in (own, *rivals))
+    longest = min(max(rival.iteration_s for rival in (own, *rivals)), 2 * own.iteration_s)  # of a bar
     for rival in (own, *rivals):
         ratio = share_of(rival.iteration_s, predicted.iteration_s)
         yield {
@@ -333,7 +332,7 @@ def _rivals(shown: Overview, rivals: Sequence[Rival]) -> Iterator[dict[str, Any]
             "gpus": rival.gpus,
             "batch": f"{rival.microbatch_size} · {rival.num_microbatches}",
             "iteration": format_seconds(rival.iteration_s),
-            "share": share_of(rival.iteration_s, slowest),
+            "share": share_of(rival.iteration_s, longest),
             "ratio": f"{ratio:.3f}",
             "idle": percent(rival.bubble_fraction),
             "peak": format_bytes(rival.peak_memory_bytes),

@@ -258,7 +258,7 @@ def _marks(run: Sequence[LayerRow]) -> str:
     return " *" * whole + " T" * any(max(row.tensor) > 1 for row in run)
 
 
-def named(names: Sequence[str]) -> str:
+def named(names: Sequence[str], *, joint: str = "..") -> str:
     """E.g. ``blocks.0..5 (6)``: what the first and the last share is said once."""
     first, last = names[0], names[-1]
     if len(names) == 1:
@@ -266,7 +266,7 @@ def named(names: Sequence[str]) -> str:
     shared = first.rpartition(".")[0]
     if shared and last.startswith(f"{shared}."):
         last = last[len(shared) + 1 :]
-    return f"{first}..{last} ({len(names)})"
+    return f"{first}{joint}{last} ({len(names)})"
 
 
 def _span(numbers: Sequence[int]) -> str:

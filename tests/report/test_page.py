@@ -442,6 +442,8 @@ def test_branches_are_drawn_in_the_order_of_the_stages(browser: Any, tmp_path: P
         assert layers["starts"] == [0, 1, 3, 5]
         assert layers["cut_bytes"] == [1000, 2000, 2000, 2000, 2000, 0]
         assert sorted(arc[:2] for arc in layers["arcs"]) == [[0, 3], [2, 5]]
+        boxes = page.evaluate("[...document.querySelectorAll('.scroll')].map(box => box.scrollWidth - box.clientWidth)")
+        assert boxes == [0] * 3, "no table is moved sideways"
 
 
 def test_a_profile_has_a_page_of_its_layers(browser: Any, tmp_path: Path) -> None:

@@ -210,9 +210,10 @@ class TimePicture extends Picture {
   }
 }
 
-/** The one tooltip: a heading and rows of words and figures, beside a point of the window. */
+/** The one tooltip: a heading and rows of words and figures, beside a point of the window; where there is room it leaves
+ * the box `clear` in sight. */
 const tooltip = {
-  show(heading, rows, x, y, swatch) {
+  show(heading, rows, x, y, swatch, clear) {
     const box = document.getElementById("tooltip");
     box.replaceChildren();
     const title = box.appendChild(document.createElement("strong"));
@@ -226,7 +227,9 @@ const tooltip = {
     box.hidden = false;
     const { width, height } = box.getBoundingClientRect();
     const left = x + 14 + width > window.innerWidth - 8 ? Math.max(8, x - width - 14) : x + 14;
-    const top = y + 16 + height > window.innerHeight - 8 ? Math.max(8, y - height - 12) : y + 16;
+    let top = y + 16 + height > window.innerHeight - 8 ? Math.max(8, y - height - 12) : y + 16;
+    if (clear && clear.bottom + height < window.innerHeight - 8) top = clear.bottom;
+    else if (clear && clear.top - height > 8) top = clear.top - height;
     box.style.transform = `translate(${Math.round(left)}px, ${Math.round(top)}px)`;
   },
   hide() {

@@ -31,7 +31,6 @@ class LayersPicture extends Picture {
     this.drawScale(this.highCut, this.cutTop, this.cutFloor, 2, formatBytes);
     this.write("time of each layer", this.left, 8, { colour: colours.text, weight: 600 });
     this.drawLegend(this.left + this.measure("time of each layer", 11) + 14);
-    this.write("bytes a cut behind it sends", this.left, this.cutTop - 12, { colour: colours.text, weight: 600 });
     const gap = this.x(1) - this.x(0) > 5 ? 1 : 0;
     for (let i = 0; i < this.count; i++) {
       let floor = this.loadFloor;
@@ -44,12 +43,21 @@ class LayersPicture extends Picture {
     }
     this.drawArcs();
     this.drawCuts();
+    this.drawHeading("bytes a cut behind it sends", this.cutTop - 12);
     if (this.cursor >= 0) {
       this.pen.fillStyle = colours.text;
       this.pen.globalAlpha = 0.12;
       this.pen.fillRect(this.x(this.cursor), this.loadTop, this.x(this.cursor + 1) - this.x(this.cursor), this.cutFloor - this.loadTop);
       this.pen.globalAlpha = 1;
     }
+  }
+
+  /** On a ground of its own: the rules of cuts run through its line. */
+  drawHeading(text, y) {
+    this.pen.font = "600 11px system-ui, sans-serif";
+    this.pen.fillStyle = colours.card;
+    this.pen.fillRect(this.left, y - 8, this.pen.measureText(text).width + 6, 16);
+    this.write(text, this.left, y, { colour: colours.text, weight: 600 });
   }
 
   drawLegend(x) {
@@ -116,11 +124,15 @@ class LayersPicture extends Picture {
     pen.lineWidth = 1.8;
     pen.stroke();
     const cuts = layers.starts.slice(1).map((start) => [this.x(start), layers.cut_bytes[start - 1]]);
+    const apart = Math.min(...cuts.map(([x], i) => x - (cuts[i - 1]?.[0] ?? -this.width)));
+    const crowded = apart < 18; // as of 64 stages: fine lines and small dots, which leave the layers in sight
     for (const [x, bytes] of cuts) {
-      this.rule(x, this.loadTop, x, this.cutFloor, colours.text, [4, 3]);
+      pen.globalAlpha = crowded ? 0.35 : 1;
+      this.rule(x, this.loadTop, x, this.cutFloor, colours.text, crowded ? [] : [4, 3]);
+      pen.globalAlpha = 1;
       pen.fillStyle = colours.text;
       pen.beginPath();
-      pen.arc(x, y(bytes), 4, 0, 7);
+      pen.arc(x, y(bytes), Math.max(1.2, Math.min(4, apart / 3.5)), 0, 7);
       pen.fill();
     }
     if (cuts.length < 10) for (const [x, bytes] of cuts) this.label(formatBytes(bytes), x, y(bytes));

@@ -59,7 +59,8 @@ function setUpSchedule(data) {
     });
     if (i < 0) return tooltip.hide();
     const [heading, rows] = picture.describe(i);
-    tooltip.show(heading, rows, x, y, colours.fills[data.actions.letter[i]]);
+    const few = data.plan.num_ranks <= 16; // with more, beside the pointer is near enough
+    tooltip.show(heading, rows, x, y, colours.fills[data.actions.letter[i]], few ? picture.canvas.getBoundingClientRect() : undefined);
     if (spoken) say(`${heading}: ${rows.map((row) => row.join(" ")).join(", ")}`);
   };
   for (const name of ["predicted", "measured"]) {

@@ -200,7 +200,8 @@ class SchedulePicture extends TimePicture {
     for (const { i: reader, bytes } of actions.readers(i)) {
       if (actions.rank[reader] === actions.rank[i]) continue;
       const there = times.arrives(i, reader);
-      const arrives = there === undefined ? "" : `, there ${formatSeconds(there - times.end[i])} later`;
+      const later = there - times.end[i];
+      const arrives = there === undefined ? "" : later > 0 ? `, there ${formatSeconds(later)} later` : ", there at once";
       rows.push(["sends", `${bytes ? formatBytes(bytes) : "word"} to ${actions.name(reader)} on rank ${actions.rank[reader]}${arrives}`]);
     }
     for (const { i: maker, bytes } of actions.makers(i)) {
