@@ -66,7 +66,15 @@ def run(
     ),
     as_json: bool = typer.Option(False, "--json", help="Print the result as one JSON document."),
 ) -> None:
-    """Train as a plan says, one process a GPU, and set what was measured beside what was predicted."""
+    """Train as a plan says, one process a GPU, and set what was measured beside what was predicted.
+
+    A checkpoint holds weights and buffers under their names in the model, the optimizer's state by parameter, and the
+    step, from which seeds and the position in data() follow; settings of the optimizer, such as the learning rate, only
+    where training changed them, so that they may be edited in the model file in between. The plan may be another one;
+    model, seed and samples a step must be the same. Machines of one run must share the folder.
+
+    Tensors lie in safetensors files, all else in checkpoint.json.
+    """
     from planner.errors import InputError, RunError
     from planner.files import check_replaceable, check_writable, plain
     from planner.plan import read_plan
