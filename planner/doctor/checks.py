@@ -21,6 +21,9 @@ from planner.units import format_bytes, format_seconds
 
 _PROBE_TIMEOUT_S: Final = 300
 _GIB: Final = 1024**3
+_TORCH: Final = ">=2.11,<2.14"
+_WANTED: Final = re.compile(r"([\w.-]+)(?:\[[^\]]*\])?\s*([^;]*)")
+"""A package of the metadata, and its bounds."""
 _LEAST_FREE_BYTES: Final = _GIB
 """Below this a disk is said to be nearly full: checkpoints and torch's own caches need more."""
 
@@ -99,20 +102,45 @@ def _packages(_: dict[str, Any]) -> Iterator[Finding]:
     except PackageNotFoundError:
         yield Finding(name="packages", state=State.WARNING, fact="pipeplan is not installed", mend="pip install .")
         return
-    names = [match[0] for entry in wanted if (match := re.match(r"[\w.-]+", entry)) and match[0] != "torch"]
-    found, missing = {}, []
-    for name in names:
+    asked = {match[1]: match[2] for entry in wanted if (match := _WANTED.match(entry)) and match[1] != "torch"}
+    found, missing, unfit = {}, [], {}
+    for name, bounds in asked.items():
         try:
             found[name] = version(name)
         except PackageNotFoundError:
             missing.append(name)
+        else:
+            if not _within(found[name], bounds):
+                unfit[name] = bounds
+    state = State.BROKEN if missing else State.WARNING if unfit else State.OK
+    said = [*(f"{name} not there" for name in missing)]
+    said += [f"{name} {found[name]} is none that pipeplan is made for" for name in unfit]
+    mend = " ".join([*missing, *(f"'{name}{bounds}'" for name, bounds in unfit.items())])
     yield Finding(
         name="packages",
-        state=State.BROKEN if missing else State.OK,
-        fact=f"{', '.join(missing)} not there" if missing else f"pipeplan {version('pipeplan')}, all it needs is there",
-        mend=f"pip install {' '.join(missing)}" if missing else "",
+        state=state,
+        fact=", ".join(said) or f"pipeplan {version('pipeplan')}, all it needs is there",
+        mend=f"pip install {mend}" if mend else "",
         figures=found,
     )
+
+
+def _within(found: str, bounds: str) -> bool:
+    """Whether a version keeps to bounds such as ``<4,>=3.3``, by its numbers."""
+    own = _numbers(found)
+    return not any(
+        (sign == "<" and own >= _numbers(bound)) or (sign == ">=" and own < _numbers(bound))
+        for sign, bound in re.findall(r"(<|>=)([\d.]+)", bounds)
+    )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """E.g. (2, 13) of ``2.13.0+cpu``: zeros at its end say nothing."""
+    match = re.match(r"\d+(\.\d+)*", text)
+    numbers = [int(part) for part in match[0].split(".")] if match else []
+    while numbers and not numbers[-1]:
+        numbers.pop()
+    return tuple(numbers)
 
 
 def _solver(_: dict[str, Any]) -> Iterator[Finding]:
@@ -138,18 +166,17 @@ def _torch(machine: dict[str, Any]) -> Iterator[Finding]:
     try:
         found = probe("torch")
     except ProbeError as error:
-        mend = "pip install 'torch>=2.11,<2.14'; import, simulate, check, solve and show do without"
+        mend = f"pip install 'torch{_TORCH}'; import, simulate, check, solve and show do without"
         yield Finding(name="torch", state=State.BROKEN, fact=str(error), mend=mend)
         return
     machine["torch"] = found
-    known = re.match(r"2\.(\d+)", found["version"])
-    tried = known is not None and 11 <= int(known[1]) < 14
+    tried = _within(found["version"], _TORCH)
     build = f"CUDA {found['cuda']}" if found["cuda"] else "CPU build"
     yield Finding(
         name="torch",
         state=State.OK if tried else State.WARNING,
         fact=f"{found['version']} ({build})",
-        mend="" if tried else "pipeplan is made for torch 2.11 to 2.13",
+        mend="" if tried else f"pipeplan is made for torch 2.11 to 2.13: pip install 'torch{_TORCH}'",
         figures={"version": found["version"], "cuda": found["cuda"]},
     )
     yield _backends(found)

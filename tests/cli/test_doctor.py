@@ -58,6 +58,45 @@ def test_a_python_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert list(checks._processes(machine)) == [], "what needs torch is not asked for"
 
 
+@pytest.mark.parametrize(("found", "unfit"), [("0.9.1", True), ("0.29", False), ("0.29.0", False), ("1.2.3rc1", False)])
+def test_packages_of_other_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: str, unfit: bool) -> None:
+    """A package's metadata, found before that of the real one."""
+    (tmp_path / f"typer-{found}.dist-info").mkdir()
+    (tmp_path / f"typer-{found}.dist-info" / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: typer\nVersion: {found}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    one = _only(list(checks._packages({})), "packages")
+    assert one.state is (State.WARNING if unfit else State.OK)
+    if unfit:
+        assert one.fact == "typer 0.9.1 is none that pipeplan is made for"
+        assert one.mend.startswith("pip install 'typer>=0.")
+
+
+@pytest.mark.parametrize(
+    ("found", "bounds", "suits"),
+    [
+        ("3.3.2", "<4,>=3.3", True),
+        ("4.0.0a1", "<4,>=3.3", False),
+        ("3.2.9", "<4,>=3.3", False),
+        ("3.3", ">=3.3.0", True),
+    ],
+)
+def test_versions_within_bounds(found: str, bounds: str, suits: bool) -> None:
+    assert checks._within(found, bounds) == suits
+
+
+@pytest.mark.parametrize("version", ["2.6.0", "2.14.0.dev20260101+cpu", "3.0"])
+def test_a_torch_of_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    """This torch, which says another version of itself."""
+    (tmp_path / "sitecustomize.py").write_text(f"import torch\ntorch.__version__ = {version!r}\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = _only(list(checks._torch({})), "torch")
+    assert found.state is State.WARNING
+    assert found.fact == f"{version} (CPU build)" or "CUDA" in found.fact
+    assert "pip install 'torch>=2.11,<2.14'" in found.mend
+
+
 def test_a_solver_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "pulp.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
