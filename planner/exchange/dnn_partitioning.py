@@ -5,8 +5,10 @@
      "edges": [{sourceId, destId, cost: ms to move the source's output, size: its bytes}]}
 
 Nodes of one colour class stay together, and the backward nodes among them are the class's backward pass: a class is a
-layer. What passes between backward nodes is what passed forward between their classes, so those edges are not read. An
-edge's cost says what it takes; its bytes are that cost over the bandwidth that most edges of the file agree on.
+layer; classes that wait for one another are one layer. A backward node whose class has no forward node goes with a
+neighbour, one before it or else one behind it. What passes between backward nodes is what passed forward between their
+classes, so those edges are not read. An edge's cost says what it takes; its bytes are that cost over the bandwidth that
+most edges of the file agree on.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import networkx as nx
 
 from planner.errors import InputError
 from planner.exchange.foreign import (
@@ -25,6 +29,7 @@ from planner.exchange.foreign import (
     halved_backward,
     mapping,
     profile_of,
+    refuse_cycles,
     unknown_keys,
     whole,
 )
@@ -69,7 +74,7 @@ def import_dnn_partitioning(path: Path, *, microbatch_size: int | None = None) -
     document = mapping(read_json(path), place=f"{path}: the file")
     nodes = _nodes(document, path)
     edges = _edges(document, nodes, path)
-    layer_of = _layers_of(nodes, path)
+    layer_of = _layers_of(nodes, edges, path)
     bandwidth = _bandwidth(edges)
     sent: dict[int, float] = defaultdict(float)
     for edge in edges:
@@ -96,7 +101,8 @@ def import_dnn_partitioning(path: Path, *, microbatch_size: int | None = None) -
         *unknown_keys(document["nodes"], _NODE_KEYS, "nodes"),
         *unknown_keys(document["edges"], _EDGE_KEYS, "edges"),
     )
-    return profile_of(model, path=path, system="dnn-partitioning"), (*_remarks(nodes, members, trains), *unknown)
+    remarks = (*_remarks(nodes, members, trains), *unknown)
+    return profile_of(model, path=path, system="dnn-partitioning"), remarks
 
 
 def _nodes(document: dict[str, Any], path: Path) -> dict[int, _Node]:
@@ -133,19 +139,62 @@ def _edges(document: dict[str, Any], nodes: dict[int, _Node], path: Path) -> lis
     return made
 
 
-def _layers_of(nodes: dict[int, _Node], path: Path) -> dict[int, str]:
-    """The layer of every node: the id of its colour class's first forward node."""
+def _layers_of(nodes: dict[int, _Node], edges: list[_Edge], path: Path) -> dict[int, str]:
+    """The layer of every node: the least id among the forward nodes that stay together with it."""
+    colours = {node.number: node.colour for node in nodes.values()}
+    _adopt(colours, nodes, edges, path)
+    group_of = _together(colours, nodes, edges, path)
     first: dict[object, int] = {}
     for node in nodes.values():
         if not node.backward:
-            first[node.colour] = min(first.get(node.colour, node.number), node.number)
-    for node in nodes.values():
-        if node.colour not in first:
+            group = group_of[colours[node.number]]
+            first[group] = min(first.get(group, node.number), node.number)
+    return {number: str(first[group_of[colour]]) for number, colour in colours.items()}
+
+
+def _adopt(colours: dict[int, object], nodes: dict[int, _Node], edges: list[_Edge], path: Path) -> None:
+    """Give backward nodes of classes without a forward node the class of a neighbour, those of a class together."""
+    forward = {node.colour for node in nodes.values() if not node.backward}
+    alone: dict[object, list[int]] = defaultdict(list)
+    for number, colour in colours.items():
+        if colour not in forward:
+            alone[colour].append(number)
+    before: dict[int, list[int]] = defaultdict(list)
+    behind: dict[int, list[int]] = defaultdict(list)
+    for edge in edges if alone else ():
+        before[edge.target].append(edge.source)
+        behind[edge.source].append(edge.target)
+    while alone:
+        found = {
+            colour: near
+            for colour, members in alone.items()
+            for ways in (behind, before)  # the latter holds where there are both
+            if (near := [colours[n] for member in members for n in sorted(ways[member]) if colours[n] in forward])
+        }
+        if not found:
+            node = nodes[min(number for members in alone.values() for number in members)]
             raise InputError(
                 f"{path}: backward node {node.number} ({node.name}): colour class {node.colour} has no forward node",
                 hint="give it the colour class of the node that it is the backward of",
             )
-    return {number: str(first[node.colour]) for number, node in nodes.items()}
+        for colour, near in found.items():
+            for number in alone.pop(colour):
+                colours[number] = near[0]
+
+
+def _together(
+    colours: dict[int, object], nodes: dict[int, _Node], edges: list[_Edge], path: Path
+) -> dict[object, object]:
+    """A name for each colour class: one for those whose forward nodes wait for one another, which no cut can part."""
+    passes: nx.DiGraph[int] = nx.DiGraph()
+    classes: nx.DiGraph[object] = nx.DiGraph()
+    classes.add_nodes_from(colours.values())
+    for edge in edges:
+        if not nodes[edge.source].backward and not nodes[edge.target].backward:
+            passes.add_edge(edge.source, edge.target)
+            classes.add_edge(colours[edge.source], colours[edge.target])
+    refuse_cycles(passes, path)
+    return {colour: index for index, group in enumerate(nx.strongly_connected_components(classes)) for colour in group}
 
 
 def _bandwidth(edges: list[_Edge]) -> float:

@@ -104,14 +104,17 @@ def _order(model: ForeignModel, path: Path) -> dict[str, int]:
     graph.add_edges_from((edge.source, edge.target) for edge in model.edges)
     if not graph:
         raise InputError(f"{path}: has no layers", hint="check the file")
-    try:
-        order = list(nx.lexicographical_topological_sort(graph, key=_number))
-    except nx.NetworkXUnfeasible:
-        cycle = [source for source, _ in nx.find_cycle(graph)]
+    refuse_cycles(graph, path)
+    return {name: index for index, name in enumerate(nx.lexicographical_topological_sort(graph, key=_number))}
+
+
+def refuse_cycles(graph: nx.DiGraph[Any], path: Path) -> None:
+    """Raises InputError where some nodes wait for one another."""
+    if not nx.is_directed_acyclic_graph(graph):
+        cycle = [str(source) for source, _ in nx.find_cycle(graph)]
         raise InputError(
             f"{path}: its edges form a cycle: {' -> '.join([*cycle, cycle[0]])}", hint="a model's layers form none"
-        ) from None
-    return {name: index for index, name in enumerate(order)}
+        )
 
 
 def _number(name: str) -> tuple[int, str]:

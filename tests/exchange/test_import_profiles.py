@@ -243,6 +243,28 @@ def test_a_colour_class_is_one_layer(tmp_path: Path) -> None:
     assert any("CPU time" in remark for remark in remarks)
 
 
+def test_classes_that_wait_for_one_another_are_one_layer(tmp_path: Path) -> None:
+    """1 and 3 stay together, and 2 lies between them: no cut can part the three."""
+    path = tmp_path / "graph.json"
+    nodes = [_node(1, colorClass=7), _node(2, fpgaLatency=2.0), _node(3, colorClass=7), _node(4)]
+    path.write_text(json.dumps(_graph(*nodes, edges=[(1, 2), (2, 3), (3, 4)])))
+    profile, _ = import_dnn_partitioning(path)
+    assert [(layer.name, layer.costs[0].forward_s) for layer in profile.layers] == [("1", 0.004), ("4", 0.001)]
+    assert [(edge.source, edge.target) for edge in profile.edges] == [("1", "4")]
+
+
+def test_a_backward_node_without_a_forward_goes_with_its_neighbour(tmp_path: Path) -> None:
+    """13 and 14 are a class without a forward node, behind 12, the backward of 2; 15 hangs before 11 alone."""
+    path = tmp_path / "graph.json"
+    back = [(11, 1, 1.0), (12, 2, 2.0), (13, 9, 4.0), (14, 9, 8.0), (15, 8, 16.0)]
+    nodes = [_node(n, isBackwardNode=1, colorClass=colour, fpgaLatency=ms) for n, colour, ms in back]
+    nodes += [_node(1, colorClass=1), _node(2, colorClass=2)]
+    path.write_text(json.dumps(_graph(*nodes, edges=[(1, 2), (2, 12), (12, 13), (13, 14), (14, 11), (15, 11)])))
+    profile, _ = import_dnn_partitioning(path)
+    spent = {layer.name: 2 * layer.costs[0].backward_input_s for layer in profile.layers}
+    assert spent == pytest.approx({"1": 0.017, "2": 0.014})
+
+
 def _piper(rows: Any) -> dict[str, Any]:
     return {"nodes": [{"id": 0, "name": "n", "TMPCs": rows}], "edges": []}
 
