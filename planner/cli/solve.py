@@ -99,7 +99,7 @@ def solve(
         max_seconds=max_seconds,
     )
     try:
-        found = _search(graph, asked)
+        found = _search(graph, asked, every_tensor_size=explain)
     except KeyboardInterrupt:
         err.print("ended before any plan was found: nothing is written", markup=False, soft_wrap=True)
         raise
@@ -174,11 +174,12 @@ def _sizes(option: str, text: str | None) -> tuple[int, ...] | None:
     return sizes
 
 
-def _search(graph: LayerGraph, asked: Asked) -> Found:
-    """The search, with a line of progress on terminals."""
+def _search(graph: LayerGraph, asked: Asked, *, every_tensor_size: bool) -> Found:
+    """The search, with a line of progress on terminals; then of each tensor size it ruled out, if they are told."""
     import time
 
     from planner.search import solve as search
+    from planner.search.each_tensor import with_each_tensor_size
     from planner.units import format_seconds
 
     with err.status("searching") as status:
@@ -195,7 +196,8 @@ def _search(graph: LayerGraph, asked: Asked) -> Found:
                 f"{progress.configurations}; best {best}, next bound {format_seconds(progress.bound_s)}"
             )
 
-        return search(graph.profile, asked, watch if err.is_terminal else None)
+        found = search(graph.profile, asked, watch if err.is_terminal else None)
+        return with_each_tensor_size(found, graph.profile) if every_tensor_size else found
 
 
 def _tell(found: Found, explain: bool) -> None:
