@@ -358,6 +358,10 @@ def _quiet(noise: io.StringIO) -> Iterator[None]:
 _ASSERTS = ("_assert", "sym_constrain_range")
 
 
+_TO_THAT_OF_ANOTHER = (torch.ops.aten.type_as.default, torch.ops.aten.to.other)
+"""Ops that read nothing of a second tensor but its type and device, which are known: it need not be there."""
+
+
 class _Copy:
     """Copies an exported program's graph into one of ours."""
 
@@ -439,6 +443,9 @@ class _Copy:
         if target is OPAQUE:
             key, args = args[0], args[1:]
             target = function_of(self._calls[key], self._model)
+        if target in _TO_THAT_OF_ANOTHER and isinstance(args[1], fx.Node):
+            like = node.meta["val"]
+            target, args = torch.ops.aten.to.device, (args[0], like.device, like.dtype, *args[2:])
         made = self.lifted.graph.create_node("call_function", _within(target, contexts), args, kwargs, name=node.name)
         self.lifted.scopes[made] = _scopes(node)
         value = node.meta.get("val")

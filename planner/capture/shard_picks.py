@@ -1,4 +1,4 @@
-"""The rules of ops that pick, repeat or halve entries: index, gather, repeat, largest entries, gated linear units."""
+"""The rules of ops that pick, repeat, halve or pair entries: index, gather, repeat, glu, complex numbers, losses."""
 
 from __future__ import annotations
 
@@ -122,6 +122,16 @@ def _broadcast(context: Context, node: fx.Node, given: dict[str, Any]) -> Step:
         raise RefusalError(f"{word_of(node)} of this form has no rule", *split_operands(context, node))
     state, taken = aligned(context, tensors, len(context.shape(tensors[0])))
     return Step(state=(state,) * len(tensors), changes={"tensors": taken})
+
+
+@rule("aten::view_as_complex", "aten::view_as_real")
+def _complex(context: Context, node: fx.Node, given: dict[str, Any]) -> Step:
+    """Two numbers of the last dimension as one, and back: no rank may hold one of the two."""
+    shard = context.shard(given["self"])
+    assert shard is not None
+    if word_of(node) == "view_as_complex" and shard.dim == len(context.shape(node)):
+        raise RefusalError("view_as_complex puts two entries of the split dimension together", shard)
+    return Step(state=shard)
 
 
 LOSSES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",

@@ -220,7 +220,7 @@ def _smaller(context: Context, one: Shard, other: Shard) -> Shard:
 
 @rule("aten::to", "aten::contiguous", "aten::clone", "aten::alias", "aten::detach", "aten::_to_copy",
        "aten::lift_fresh_copy", "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::empty_like",
-       "aten::masked_fill", "aten::where", "aten::copy_", "aten::silu", "aten::gelu", "aten::type_as")  # fmt: skip
+       "aten::masked_fill", "aten::where", "aten::copy_", "aten::silu", "aten::gelu")  # fmt: skip
 def pointwise(context: Context, node: fx.Node, given: dict[str, Any]) -> Step:
     """Entry by entry, operands broadcast against each other."""
     operands = {name: value for name, value in given.items() if isinstance(value, fx.Node)}
@@ -459,7 +459,8 @@ def along(context: Context, node: fx.Node, given: dict[str, Any]) -> Step:
     return Step(state=(shard, shard) if word_of(node) in ("sort", "topk") else shard)
 
 
-@rule("aten::sum", "aten::mean", "aten::amax", "aten::amin", "aten::var", "aten::std", "aten::logsumexp")
+@rule("aten::sum", "aten::mean", "aten::amax", "aten::amin", "aten::var", "aten::std", "aten::logsumexp",
+       "aten::linalg_vector_norm", "aten::norm", "aten::prod")  # fmt: skip
 def _reduce(context: Context, node: fx.Node, given: dict[str, Any]) -> Step:
     shard = context.shard(given["self"])
     assert shard is not None

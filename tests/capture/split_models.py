@@ -13,6 +13,15 @@ def batch(size):
     return {"input_ids": ids, "labels": ids}, None
 """
 
+LABELLED = """
+def batch(size):
+    return {"input_ids": torch.randint(3, 90, (size, 12)), "labels": torch.randint(3, (size,))}, None
+"""
+PICTURES = """
+def batch(size):
+    return {{"pixel_values": torch.randn(size, 3, {0}, {0}), "labels": torch.randint(10, (size,))}}, None
+"""
+
 
 def _transformers(kind: str, config: str, batch: str = CAUSAL) -> str:
     return f"{HEAD}import transformers\n\ndef model():\n    return transformers.{kind}(transformers.{config})\n{batch}"
@@ -44,10 +53,11 @@ def loss(output, target): return F.mse_loss(output, target)
 """
 
 
-SIZES = (
+UNCACHED = (
     "vocab_size=98, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, "
-    "max_position_embeddings=32, use_cache=False"
+    "max_position_embeddings=32"
 )
+SIZES = UNCACHED + ", use_cache=False"
 GROUPED = SIZES + ", num_key_value_heads=2"
 
 SPLIT_MODELS: dict[str, str] = {
@@ -315,5 +325,100 @@ class Net(nn.Module):
 def model(): return Net()
 def batch(size): return torch.randn(size, 12, 16), torch.randn(size, 4)
 def loss(output, target): return F.mse_loss(output, target)
+""",
+    "llama4": _transformers(
+        "Llama4ForCausalLM",
+        f"Llama4TextConfig({GROUPED}, head_dim=8, intermediate_size_mlp=64, num_local_experts=2, pad_token_id=0)",
+    ),
+    "funnel": _transformers(
+        "FunnelForSequenceClassification",
+        "FunnelConfig(vocab_size=98, block_sizes=[1, 1], d_model=32, n_head=4, d_head=8, d_inner=64, num_labels=3)",
+        LABELLED,
+    ),
+    "convnextv2": _transformers(
+        "ConvNextV2ForImageClassification",
+        "ConvNextV2Config(hidden_sizes=[8, 16, 32, 32], depths=[1, 1, 1, 1], num_labels=10)",
+        PICTURES.format(64),
+    ),
+    "beit": _transformers(
+        "BeitForImageClassification",
+        "BeitConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, image_size=16, "
+        "patch_size=4, num_labels=10, use_relative_position_bias=True)",
+        PICTURES.format(16),
+    ),
+    "nystrom": _transformers(
+        "NystromformerForSequenceClassification",
+        f"NystromformerConfig({UNCACHED}, num_landmarks=12, segment_means_seq_len=12, num_labels=3)",
+        LABELLED,
+    ),
+    "mamba2": _transformers(
+        "Mamba2ForCausalLM",
+        "Mamba2Config(vocab_size=98, hidden_size=32, num_heads=8, head_dim=8, state_size=8, n_groups=2, "
+        "num_hidden_layers=2, chunk_size=4, use_cache=False)",
+    ),
+    "dit": HEAD
+    + """import diffusers
+def model():
+    return diffusers.DiTTransformer2DModel(
+        num_attention_heads=4, attention_head_dim=8, in_channels=4, num_layers=2, sample_size=8, patch_size=2,
+        num_embeds_ada_norm=10, norm_num_groups=4, dropout=0.1,
+    )
+def batch(size):
+    noise = torch.randint(1000, (size,))
+    inputs = {"hidden_states": torch.randn(size, 4, 8, 8), "timestep": noise, "class_labels": noise % 10}
+    return inputs, torch.randn(size, 4, 8, 8)
+def loss(output, target): return F.mse_loss(output.sample, target)
+""",
+    "sd3": HEAD
+    + """import diffusers
+def model():
+    return diffusers.SD3Transformer2DModel(
+        sample_size=8, patch_size=2, in_channels=4, num_layers=2, attention_head_dim=8, num_attention_heads=4,
+        joint_attention_dim=32, caption_projection_dim=32, pooled_projection_dim=16, out_channels=4,
+        pos_embed_max_size=8,
+    )
+def batch(size):
+    inputs = {
+        "hidden_states": torch.randn(size, 4, 8, 8), "timestep": torch.randint(1000, (size,)),
+        "encoder_hidden_states": torch.randn(size, 5, 32), "pooled_projections": torch.randn(size, 16),
+    }
+    return inputs, torch.randn(size, 4, 8, 8)
+def loss(output, target): return F.mse_loss(output.sample, target)
+""",
+    "linear_attention": HEAD
+    + """
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(32, 32) for _ in range(4))
+        self.norm = nn.LayerNorm(32)
+    def forward(self, x):
+        y = self.norm(x)
+        q, k, v = (f(y).view(*y.shape[:2], 4, 8).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k = F.elu(q) + 1, F.elu(k) + 1
+        kv = torch.einsum('bhld,bhle->bhlde', k, v).cumsum(2)
+        z = 1 / (torch.einsum('bhld,bhld->bhl', q, k.cumsum(2)) + 1e-6)
+        y = torch.einsum('bhld,bhlde,bhl->bhle', q, kv, z)
+        return x + self.o(y.transpose(1, 2).flatten(2))
+def model(): return nn.Sequential(nn.Linear(12, 32), Block(), Block(), nn.Linear(32, 12))
+def batch(size): return torch.randn(size, 6, 12), torch.randn(size, 6, 12)
+def loss(output, target): return F.mse_loss(output, target)
+""",
+    "gru": HEAD
+    + """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(98, 32)
+        self.rnn = nn.GRU(32, 16, bidirectional=True, batch_first=True)
+        self.q, self.k, self.head = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 98)
+    def forward(self, x):
+        y = self.rnn(self.words(x))[0]
+        return self.head(torch.softmax(self.q(y) @ self.k(y).transpose(1, 2) / 6, -1) @ y)
+def model(): return Net()
+def batch(size):
+    words = torch.randint(98, (size, 12))
+    return words, words
+def loss(output, target): return F.cross_entropy(output.flatten(0, 1), target.flatten())
 """,
 }

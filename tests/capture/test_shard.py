@@ -201,6 +201,21 @@ RULES: dict[str, tuple[int, int, str, str]] = {
         "y = y * torch.einsum('beld,ble->bld', z, self.gate(x).softmax(-1)).mean(-1, keepdim=True)",
     ),
     "viewed as another": (8, 8, "", "y = y.flatten(0, 1).view_as(y) + torch.tanh(y[:, :1]).expand_as(y)"),
+    "rotary by complex numbers": (
+        *(16, 16, ""),
+        HEADS.format(4) + "z = torch.view_as_complex(y.reshape(*y.shape[:-1], 2, 2)); r = torch.arange(6.)[:, None]; "
+        "y = torch.view_as_real(z * torch.polar(torch.ones_like(r), r)).flatten(3); y = y @ y.mT @ y; " + MERGED,
+    ),
+    "heads made one long": (
+        *(16, 16, ""),
+        HEADS.format(4) + "y = F.normalize(y, dim=-1) / torch.linalg.vector_norm(y, dim=2, keepdim=True); " + MERGED,
+    ),
+    "in the type of another": (
+        8,
+        8,
+        "",
+        "m = torch.ones(6, 1).type_as(y); y = y * m.to(x) + torch.zeros(12)[:8].type_as(y)",
+    ),
     "module called twice": (8, 8, "", "y = torch.relu(self.inner(self.outer(torch.relu(y))))"),
 }
 WHOLE = {

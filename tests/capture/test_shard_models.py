@@ -65,6 +65,16 @@ MOST = {
     "swin": 0.56,
     "universal": 0.7,
     "expert_loop": 0.89,
+    "llama4": 0.51,
+    "funnel": 0.515,
+    "convnextv2": 0.7,
+    "beit": 0.57,
+    "nystrom": 0.71,
+    "mamba2": 0.65,
+    "dit": 0.62,
+    "sd3": 0.64,
+    "linear_attention": 0.54,
+    "gru": 0.69,
 }
 """The share of the parameters that one of two ranks may hold."""
 
@@ -75,6 +85,10 @@ WHOLE = {
     "mamba": ("backbone.layers.0.mixer.in_proj", "conv1d has no rule"),
     "falcon": ("transformer.h.0.self_attention.query_key_value", "index picks entries of the split dimension"),
     "gemma": ("model.layers.0.self_attn.k_proj", "attention over a split dimension"),
+    "llama4": ("model.layers.0.feed_forward.router", "topk runs over the split dimension"),
+    "convnextv2": ("convnextv2.encoder.stages.0.layers.0.dwconv", "conv2d has no rule"),
+    "dit": ("transformer_blocks.0.norm1.linear", "layer_norm runs over the split dimension"),
+    "gru": ("rnn", "gru has no rule"),
 }
 """A module of each that is left whole, and words of the reason."""
 
@@ -82,10 +96,14 @@ WHOLE = {
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=NEEDED if "transformers" in TEXTS[name] else ()) for name in MOST]
+    "name",
+    [
+        pytest.param(name, marks=NEEDED if "transformers" in TEXTS[name] or "diffusers" in TEXTS[name] else ())
+        for name in MOST
+    ],
 )
 def test_a_model_on_several_ranks_is_that_of_one(name: str, tmp_path: Path) -> None:
-    """In float64, but for what models themselves compute in float32."""
+    """In float64, but for what models themselves compute in float32; with tokens in parts too."""
     torch.set_default_dtype(torch.float64)
     try:
         captured = captured_of(tmp_path / f"{name}.py", TEXTS[name])
@@ -94,8 +112,10 @@ def test_a_model_on_several_ranks_is_that_of_one(name: str, tmp_path: Path) -> N
             one, other = sharded_steps(
                 captured, size, Step(), Step(min(3, len(captured.layers)), split=True, recompute=True)
             )
-            difference, where = largest_difference(whole, one)
-            assert difference < 1e-6, (size, where)
+            (tokens,) = sharded_steps(captured, size, Step(), sequence=True)
+            for made in (one, tokens):
+                difference, where = largest_difference(whole, made)
+                assert difference < 1e-6, (size, where)
             assert differences(one, other) == [], size
     finally:
         torch.set_default_dtype(torch.float32)
