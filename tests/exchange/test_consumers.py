@@ -65,7 +65,8 @@ for step in range(int(sys.argv[3])):
     torch.manual_seed(step)
     inputs, target = user.batch(int(sys.argv[2]))
     optimizer.zero_grad()
-    loss = user.loss(model(**inputs) if isinstance(inputs, dict) else model(inputs), target)
+    output = model(**inputs) if isinstance(inputs, dict) else model(inputs)
+    loss = user.loss(output, target) if hasattr(user, "loss") else output
     loss.backward()
     if getattr(user, "clip_norm", None):
         torch.nn.utils.clip_grad_norm_(model.parameters(), user.clip_norm)
@@ -128,6 +129,34 @@ def test_torch_trains_every_schedule(tmp_path: Path, name: ScheduleName, starts:
 def test_torch_trains_replicas_with_recompute_and_named_inputs(tmp_path: Path) -> None:
     path = _saved(tmp_path, 4, microbatches=2, size=2, data=2, recompute=[True, False])
     _trains_like_one_process(tmp_path, path, 8, 4, inputs="{'tokens': tokens}", more="clip_norm = 0.1")
+
+
+LABELLED = """
+class Labelled(Row):
+    def forward(self, tokens, labels):
+        x = self.token(tokens).transpose(0, 1)
+        slopes = torch.linspace(0.5, 1, 8).cos()
+        for block in self.blocks:
+            x = block(x) * slopes
+        output = self.head(self.norm(x)).transpose(0, 1)
+        return functional.cross_entropy(output.flatten(0, 1), labels.flatten())
+
+def model():
+    return Labelled()
+
+del loss
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [ScheduleName.ONE_F_ONE_B, ScheduleName.ZB_H1])
+@pytest.mark.parametrize("starts", [(4,), (2, 4, 6)])
+def test_torch_trains_a_model_that_makes_its_loss(tmp_path: Path, starts: tuple[int, ...], name: ScheduleName) -> None:
+    """Labels are an input that the last stage reads, a table that the first makes all read; what is sent is a view."""
+    path = _saved(tmp_path, *starts, microbatches=4, size=2, name=name)
+    text = "{'tokens': tokens, 'labels': tokens.roll(1, 1)}"
+    more = LABELLED + f"def batch(size):\n    tokens = torch.randint(16, (size, 4))\n    return {text}, None\n"
+    _trains_like_one_process(tmp_path, path, 8, len(starts) + 1, more=more)
 
 
 @pytest.mark.slow
