@@ -86,14 +86,13 @@ def test_versions_within_bounds(found: str, bounds: str, suits: bool) -> None:
     assert checks._within(found, bounds) == suits
 
 
-@pytest.mark.parametrize("version", ["2.6.0", "2.14.0.dev20260101+cpu", "3.0"])
-def test_a_torch_of_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+def test_a_torch_of_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This torch, which says another version of itself."""
-    (tmp_path / "sitecustomize.py").write_text(f"import torch\ntorch.__version__ = {version!r}\n")
+    (tmp_path / "sitecustomize.py").write_text("import torch\ntorch.__version__ = '2.6.0'\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     found = _only(list(checks._torch({})), "torch")
     assert found.state is State.WARNING
-    assert found.fact == f"{version} (CPU build)" or "CUDA" in found.fact
+    assert found.fact.startswith("2.6.0 (")
     assert "pip install 'torch>=2.11,<2.14'" in found.mend
 
 

@@ -159,6 +159,25 @@ def test_torch_trains_a_model_that_makes_its_loss(tmp_path: Path, starts: tuple[
     _trains_like_one_process(tmp_path, path, 8, len(starts) + 1, more=more)
 
 
+NAMED_OUTPUT = """
+class Named(Row):
+    def forward(self, tokens):
+        return {"scores": super().forward(tokens), "zeros": torch.zeros(len(tokens))}
+
+def model():
+    return Named()
+
+def loss(output, target):
+    return functional.cross_entropy(output["scores"].flatten(0, 1), target.flatten()) + output["zeros"].sum()
+"""
+
+
+@pytest.mark.slow
+def test_torch_trains_a_model_of_several_outputs(tmp_path: Path) -> None:
+    path = _saved(tmp_path, 4, microbatches=4, size=2)
+    _trains_like_one_process(tmp_path, path, 8, 2, more=NAMED_OUTPUT)
+
+
 @pytest.mark.slow
 def test_torch_trains_one_stage(tmp_path: Path) -> None:
     _trains_like_one_process(tmp_path, _saved(tmp_path, microbatches=2), 2, 1)
