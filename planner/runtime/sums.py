@@ -1,7 +1,8 @@
 """What sums over tensor ranks cost on this machine, measured over the groups that runs use.
 
-T processes add up tensors of 1 KB to 10 MB, some time apart and with cold caches, as a run's ranks do between ops. A
-sum takes from the moment at which the last of them has begun until the last has it; all read the machine's one clock.
+T processes add up tensors of 1 KB to 10 MB and compute in between, as a run's ranks do. (Were they to sleep, a sum
+would show how long they take to wake up.) A sum takes from the moment at which the last of them has begun until the
+last has it; all read the machine's one clock.
 The figures are those of the line by which the time model counts, 2(T-1) · latency + 2(T-1)/T · bytes / bandwidth.
 """
 
@@ -23,10 +24,10 @@ from planner.profile import ProfiledLinks, ProfiledSums
 from planner.runtime.groups import Communicators, Group
 from planner.runtime.links import SIZES, fit, measure_links, start_process, told_by
 
-STEPS, WARM_UP = 20, 5
+STEPS, WARM_UP = 25, 5
 SCRATCH_BYTES = 2_000_000
-PAUSE_S = 0.002
-"""Before each sum: about what a layer computes between two."""
+COMPUTE_S = 0.0005
+"""Before each sum: about what a small layer computes between two."""
 
 
 def measure_links_and_sums(device: str, *, tensor_sizes: Sequence[int]) -> ProfiledLinks | None:
@@ -76,9 +77,10 @@ def _main(rank: int, kind: str, ranks: int, folder: Path) -> None:
     for _ in range(STEPS):
         for size in SIZES:
             row = torch.zeros(size // 4, device=device)
-            scratch.add_(1)
-            _settle(device)
-            time.sleep(PAUSE_S)
+            until = time.perf_counter() + COMPUTE_S
+            while time.perf_counter() < until:
+                scratch.add_(1)
+                _settle(device)
             begun[size].append(time.perf_counter())
             group.sum(row)
             _settle(device)
