@@ -167,13 +167,18 @@ class Named(Row):
 def model():
     return Named()
 
+def batch(size):
+    tokens = torch.randint(16, (size, 4))
+    return tokens, {"next": (tokens.roll(1, 1), None), "weight": torch.ones(size)}
+
 def loss(output, target):
-    return functional.cross_entropy(output["scores"].flatten(0, 1), target.flatten()) + output["zeros"].sum()
+    losses = functional.cross_entropy(output["scores"].transpose(1, 2), target["next"][0], reduction="none")
+    return (losses.mean(1) * target["weight"]).mean() + output["zeros"].sum()
 """
 
 
 @pytest.mark.slow
-def test_torch_trains_a_model_of_several_outputs(tmp_path: Path) -> None:
+def test_torch_trains_a_model_of_several_outputs_and_targets(tmp_path: Path) -> None:
     path = _saved(tmp_path, 4, microbatches=4, size=2)
     _trains_like_one_process(tmp_path, path, 8, 2, more=NAMED_OUTPUT)
 
@@ -409,3 +414,29 @@ def test_torchtitan_splits_and_places_as_planned(tmp_path: Path, name: ScheduleN
     assert found["checkpoint"] == ("FullAC.Config" if again else "NoneType")
     if name is ScheduleName.ZB_V:
         assert Path(found["csv"]).read_text() == pipeplan("export", path, "--to", "torch-csv").out
+
+
+TORCHTITAN_TENSOR = """
+import dataclasses, sys
+sys.path.insert(0, sys.argv[1])
+from torchtitan.config.configs import ParallelismConfig, TrainingConfig
+from planned import planned
+
+@dataclasses.dataclass
+class Config:
+    parallelism: ParallelismConfig
+    training: TrainingConfig
+    activation_checkpoint: object = None
+
+titan = planned(Config(ParallelismConfig(), TrainingConfig())).parallelism
+print(titan.pipeline_parallel_degree, titan.tensor_parallel_degree, titan.enable_sequence_parallel)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence", [False, True])
+def test_torchtitan_takes_tensor_ranks_and_their_tokens(tmp_path: Path, sequence: bool) -> None:
+    _needs("torchtitan.distributed.pipeline_parallel")
+    path = _saved(tmp_path, 3, profile=with_tensor_rows(row_profile(6), sequence=sequence), tensor=2, microbatches=4)
+    assert pipeplan("export", path, "--to", "torchtitan", "-o", tmp_path / "planned.py").code == 0
+    assert _child(TORCHTITAN_TENSOR, tmp_path).split()[-3:] == ["2", "2", str(sequence)]
