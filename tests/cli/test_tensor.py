@@ -22,6 +22,10 @@ MLP = """
 import torch
 from torch import nn
 
+class Last(nn.Module):
+    def forward(self, x):
+        return x[0][:, -1]
+
 def model():
     return nn.Sequential({layers})
 
@@ -151,6 +155,16 @@ def test_show_lists_what_cannot_be_split(here: Path) -> None:
             "conv1d has no rule that splits its weight",
         ),
         ("nn.Linear(12, 12)", 13, None, "its 12 outputs are fewer than 13 ranks"),
+        (
+            "nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 16), nn.Unflatten(0, (-1, 1)), "
+            "nn.LSTM(16, 12, batch_first=True), Last()",
+            *(2, 0.95, "lstm has no rule that splits its weight"),
+        ),
+        (
+            "nn.Linear(12, 16), nn.Unflatten(1, (2, 8)), nn.TransformerEncoderLayer(8, 4, 16, batch_first=True), "
+            "nn.Flatten(), nn.Linear(16, 12)",
+            *(4, 0.6, None),
+        ),
     ],
 )
 def test_what_is_split_is_told_from_profile_to_run(
@@ -175,4 +189,6 @@ def test_what_is_split_is_told_from_profile_to_run(
         (told,) = re.findall(rf"T = {size}: a rank holds ([\d.]+)% of the parameters", shown)
         assert float(told) / 100 < share
         assert solved.code == 0
-        assert pipeplan("run", "plan.yaml", "--steps", "1").code == 0
+        run = pipeplan("run", "plan.yaml", "--steps", "2", "--verify", "--json")
+        assert run.code == 0
+        assert json.loads(run.out)["verify"]["loss_difference"] < 1e-5
