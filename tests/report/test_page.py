@@ -442,8 +442,10 @@ def test_branches_are_drawn_in_the_order_of_the_stages(browser: Any, tmp_path: P
         assert layers["starts"] == [0, 1, 3, 5]
         assert layers["cut_bytes"] == [1000, 2000, 2000, 2000, 2000, 0]
         assert sorted(arc[:2] for arc in layers["arcs"]) == [[0, 3], [2, 5]]
-        boxes = page.evaluate("[...document.querySelectorAll('.scroll')].map(box => box.scrollWidth - box.clientWidth)")
-        assert boxes == [0] * 3, "no table is moved sideways"
+        for width in (660, 800, 1000, 1280):
+            page.set_viewport_size({"width": width, "height": 900})
+            wide = "[...document.querySelectorAll('.scroll')].map(box => box.scrollWidth - box.clientWidth)"
+            assert page.evaluate(wide) == [0] * 3, f"no table is moved sideways at {width}"
 
 
 def test_a_profile_has_a_page_of_its_layers(browser: Any, tmp_path: Path) -> None:
