@@ -115,7 +115,32 @@ class _Bound:
                 self._changed.add(number)
         made, template = taken_apart(output)
         self._call.check(made, template)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*given, *parameters)):
+            return [_with_gradient(tensor) for tensor in made]
         return made
+
+
+class _Cut(torch.autograd.Function):
+    """A tensor that takes a gradient, and drops it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, token: Tensor) -> Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return None, None
+
+
+def _with_gradient(tensor: Tensor) -> Tensor:
+    """What a module returns, as a tensor that takes a gradient whatever the values that it was given.
+
+    Which of its outputs do may hang on them, and what passes between stages may not.
+    """
+    if tensor.requires_grad or not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor
+    made: Tensor = _Cut.apply(tensor, torch.zeros((), requires_grad=True))  # type: ignore[no-untyped-call]
+    return made
 
 
 def _without_copying_tensors(module: nn.Module, model: nn.Module) -> nn.Module:

@@ -192,10 +192,12 @@ class Executor:
             else:
                 arrived = held.pop(step.reads) if step.reads else None
             if step.upwards:
-                total = totals[step.name] = totals[step.name] if arrived is None else arrived
+                total = totals[step.name] = arrived if step.reads else totals[step.name]
             else:
                 total = self._stages[step.stage].tied_gradient(step.name, arrived)
                 if step.hands_over is None:
+                    if arrived is None and total is not None:
+                        total = total.clone()  # else it may still be on its way up while it is clipped or unscaled here
                     totals[step.name] = total
             if step.hands_over is not None:
                 if transport is not None and step.leaves:

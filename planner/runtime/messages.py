@@ -56,11 +56,16 @@ class Key(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What all micro-batches' messages of one tensor share: their layout is told once."""
+    """What all micro-batches' messages of one tensor share: their layout is told once, but for tied gradients."""
 
     way: str
     name: str
     to_stage: int
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether it is a sum of a tied parameter's gradients, of which a step may have none."""
+        return self.way in ("D", "U")
 
 
 @record

@@ -2,8 +2,8 @@
 
 What travels is the dense stretch of storage that a tensor spans; the receiver rebuilds shape and strides over it, so a
 tensor arrives laid out as it left (dropout draws in memory order; a kernel may choose by strides). The first message of
-a kind tells its layout in a header; all later ones have the same. A buffer is used again as soon as nothing shares its
-storage any more.
+a kind tells its layout in a header; all later ones have the same. Sums of tied gradients tell it each time, as there
+may be none in one step and one in the next. A buffer is used again as soon as nothing shares its storage any more.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DTYPES = (
 _MAX_DIMS = 16
 HEADER_NUMBERS = 2 + 2 * _MAX_DIMS
 _ABSENT = -1
-"""In place of a type: there is no such tensor, in any step."""
+"""In place of a type: there is no such tensor."""
 
 
 class Layout(NamedTuple):
@@ -146,6 +146,8 @@ class _Inbox:
             if kind not in self._layouts:
                 self._layouts[kind] = self._told()
             self._post(self._layouts[kind], buffers)
+            if kind.is_tied:
+                del self._layouts[kind]
         work, tensor = self._flying.pop(number)
         self._taken += 1
         if work is not None:
@@ -189,10 +191,10 @@ class _Outbox:
 
     def send(self, key: Key, tensor: torch.Tensor | None) -> None:
         """Hand a tensor over; does not wait."""
-        kind = key[:3]
-        if kind not in self._layouts:
-            self._tell(Kind(*kind), None if tensor is None else Layout.of(tensor))
-        told = self._layouts[kind]  # type: ignore[index]
+        kind = Kind(*key[:3])
+        if kind.is_tied or kind not in self._layouts:
+            self._tell(kind, None if tensor is None else Layout.of(tensor))
+        told = self._layouts[kind]
         if tensor is None or told is None:
             assert (tensor is None) == (told is None), f"{key.name} is there in some steps and not in others"
             return

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.runs import plan_of, run
+from support.runs import captured, plan_of, run
 
 MODEL = """
 import torch
@@ -62,3 +62,89 @@ def test_experts_that_take_turns(shape: str, clip: str, tmp_path: Path) -> None:
         assert sharded.losses == pytest.approx(plain.losses, rel=1e-6)
         if not clip:
             assert sharded.weights_sha256 == plain.weights_sha256
+
+
+TIED = """
+import torch
+from torch import nn
+
+WIDTH = 12
+
+class Sometimes(nn.Module):
+    def __init__(self, weight, column):
+        super().__init__()
+        self.weight, self.column = weight, column
+    def forward(self, x):
+        return x + nn.functional.linear(x, self.weight) if x[0, self.column] > 0 else x * 1.0
+
+class Through(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+    def forward(self, x):
+        return torch.cat([x[:, :3], self.linear(x[:, 3:11]).tanh(), x[:, 11:]], 1)
+
+class Kept(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+    def forward(self, x):
+        return torch.cat([x[:, :3], self.module(x)[:, 3:]], 1)
+
+def model():
+    weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+    users = [Kept(Sometimes(weight, column)) for column in range(3)]
+    return nn.Sequential(users[0], Through(), users[1], Through(), users[2], nn.Linear(WIDTH, 2))
+
+def batch(size):
+    return torch.randn(size, WIDTH), torch.randn(size, 2)
+
+def loss(output, target):
+    return nn.functional.mse_loss(output, target)
+
+def optimizer(params):
+    return torch.optim.AdamW(params, lr=1e-2)
+
+USED = [(1, 0, 1), (0, 0, 0), (1, 0, 0), (0, 1, 1), (0, 0, 1), (1, 1, 0)]  # in each step, by which of the three
+
+def data(size):
+    generator = torch.Generator().manual_seed(5)
+    for step in range(99):
+        x = torch.randn(size, WIDTH, generator=generator)
+        x[:, :3] = 2 * torch.tensor(USED[step % 6]).float() - 1
+        yield x, torch.randn(size, 2, generator=generator)
+"""
+CUT = [("0",), ("1", "2"), ("3", "4", "5")]
+
+
+def tied_plan(path: Path, **sizes: Any) -> Any:
+    """A stage for each user of the tied parameter, each on a rank of its own."""
+    layers = [layer.name for layer in captured(path, 2).layers]
+    cut = [[name for name in layers if name.split(".")[0] in row] for row in CUT]
+    return plan_of(path, num_ranks=3, cut=cut, **sizes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("data", [1, 2])
+@pytest.mark.parametrize("key", ["", "clip_norm = 0.05"])
+def test_a_tied_parameter_that_each_user_reaches_in_some_steps_only(key: str, data: int, tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(f"{TIED}\n{key}\n")
+    plan = tied_plan(path, data=data, microbatches=4 // data)
+    verified = run(plan, tmp_path, steps=6, verify=True).result.verify
+    assert verified is not None
+    assert verified.equal, verified
+    assert verified.eager_difference is not None
+    assert verified.eager_difference < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", ['autocast = "float16"', "clip_norm = 0.05"])
+def test_a_tied_sum_leaves_as_it_was_whatever_is_done_to_it_meanwhile(key: str, tmp_path: Path) -> None:
+    """A sum too large for the kernel's buffers may still be on its way when its own rank unscales or clips it."""
+    path = tmp_path / "model.py"
+    text = TIED.replace("WIDTH = 12", "WIDTH = 3000").replace("AdamW(params, lr=1e-2)", "SGD(params, lr=1e-2)")
+    path.write_text(f"{text}\n{key}\n")
+    verified = run(tied_plan(path), tmp_path, steps=3, verify=True).result.verify
+    assert verified is not None
+    assert verified.equal, verified
