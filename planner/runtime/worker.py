@@ -25,7 +25,7 @@ from planner.errors import InputError
 from planner.runtime.assembly import assemble
 from planner.runtime.board import Board, State
 from planner.runtime.checkpoint import Checkpoints, Content, Part, check, content_of, load
-from planner.runtime.data import check_same, like
+from planner.runtime.data import check_same, is_checked, like
 from planner.runtime.failure import Failure, Where, place, raised
 from planner.runtime.figures import RankFigures
 from planner.runtime.groups import LostContactError
@@ -168,7 +168,7 @@ class _Worker:
         for step in range(job.start, job.steps):
             self.writer.step(step)
             batch = next(batches)
-            if step == job.start and trainer.reads_data:
+            if trainer.reads_data and is_checked(step - job.start):
                 check_same(batch, model_file, self.store, process=self.place.process, step=step)
             record = trainer.step(step, batch)
             figures.add(record)

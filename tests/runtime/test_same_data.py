@@ -8,6 +8,8 @@ import pytest
 from support.launched import Command
 from support.runs import plan_of, write_plan
 
+from planner.runtime.data import is_checked
+
 MODEL = """
 import os
 import numpy, torch
@@ -51,6 +53,35 @@ def test_every_rank_must_be_given_the_same(differing: str, shape: str, tmp_path:
         assert "fixed seed" in last
     else:
         assert len(command.rows()) == 2
+
+
+LATER = """
+def data(size):
+    generator = torch.Generator().manual_seed(3)
+    for step in range(99):
+        if step == 3:
+            generator.seed()  # every rank's own from here on
+        yield torch.randn(size, 4, generator=generator), torch.ones(size, 2)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_that_part_later_are_seen_too(tmp_path: Path) -> None:
+    """At the next comparison."""
+    path = tmp_path / "model.py"
+    path.write_text(MODEL + LATER)
+    write_plan(plan_of(path, num_ranks=1, data=2), tmp_path / "plan.yaml")
+    command = Command(tmp_path, "--steps", 12)
+    try:
+        code, words = command.end()
+    finally:
+        command.clear()
+    assert code == 2, words
+    assert "(inputs of step 5)" in words.splitlines()[-1]
+
+
+def test_data_is_compared_often_at_first_and_then_at_even_steps() -> None:
+    assert [step for step in range(300) if is_checked(step)] == [0, 1, 2, 4, 8, 16, 32, 64, 128, 192, 256]
 
 
 @pytest.mark.slow
