@@ -1,4 +1,4 @@
-"""From a model file to trained weights, by commands and files alone, for models that torch.export cannot take."""
+"""From a model file to trained weights, by commands and files alone: what export refuses, and replicas."""
 
 from __future__ import annotations
 
@@ -108,3 +108,31 @@ def test_what_export_cannot_take_is_profiled_cut_and_trained(part: str, tmp_path
     assert found["equal"]
     assert found["loss_difference"] == found["largest_weight_difference"] == 0
     assert found["eager_difference"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_replicas_of_a_pipeline_train_a_tied_model_as_one_process(schedule: str, tmp_path: Path) -> None:
+    """D = 2 and P = 2, with dropout: the embedding and the head share their weights over two ranks."""
+    assert _run(tmp_path, "example", "gpt").returncode == 0
+    path = tmp_path / "gpt.py"
+    text = path.read_text()
+    for before, after in (("TIED = False", "TIED = True"), ("BLOCKS = 12", "BLOCKS = 4")):
+        assert before in text
+        text = text.replace(before, after)
+    path.write_text(text)
+    profiled = _run(tmp_path, "profile", "gpt.py", "--device", "cpu", "--microbatch", "1")
+    assert profiled.returncode == 0, profiled.stderr
+    asked = ("--gpus", "4", "--pipeline", "2", "--data", "2", "--batch", "8", "--schedule", schedule)
+    solved = _run(tmp_path, "solve", *asked)
+    assert solved.returncode == 0, solved.stderr
+    plan = yaml.safe_load((tmp_path / "plan.yaml").read_text())
+    assert (plan["parallel"]["pipeline"], plan["parallel"]["data"]) == (2, 2)
+    assert plan["schedule"]["name"] == schedule
+    done = _run(tmp_path, "run", "plan.yaml", "--steps", "3", "--verify", "--json")
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)["verify"]
+    assert found["equal"], found
+    assert found["loss_difference"] == found["largest_weight_difference"] == 0
+    assert found["eager_difference"] < 1e-5
