@@ -91,15 +91,34 @@ class Visit:
             self._visit_in_turn(items, places)
             used[tensor] = used.get(tensor, 0) + bounds.spent - began
         for more, tensor in itertools.product(MORE_ACTIONS, self.search.tensors):
-            # memory so short that what was timed is far from what is thinkable
-            open_s = min((bound for bound, _ in state.open_items), default=math.inf)
-            if state.best is None or state.best_s <= FAR * open_s:
+            if not self._is_far():
                 break
             state.left = max(state.left, bounds.spent) + self.search.times * more
             shapes = [item.configuration for item in items]
             places = [place for place, one in enumerate(shapes) if one.virtual > 1 and one.tensor == tensor]
             self._visit_in_turn(items, places)
+        for tensor in self.search.tensors if self._is_far() else ():
+            self._look_at_promising([item for item in items if item.configuration.tensor == tensor])
         state.open_items = [(bound, item) for item, bound in {item: bound for bound, item in state.open_items}.items()]
+
+    def _is_far(self) -> bool:
+        """Whether what was timed is far from what is thinkable: memory is short."""
+        state = self.search.state
+        open_s = min((bound for bound, _ in state.open_items), default=math.inf)
+        return state.best is not None and state.best_s > FAR * open_s
+
+    def _look_at_promising(self, items: list[Item]) -> None:
+        """Look at what promises most of all that the effort did not reach: others had lower bounds, and came first."""
+        begun, best_s = self.several.begun, self.search.state.best_s
+        worths = {
+            item: min((one.worth_s for one in begun.get(item.configuration, ())), default=math.inf)
+            for item in items
+            if item not in self.glances and item.look_actions < self.search.effort
+        }
+        item = min(worths, key=worths.__getitem__, default=None)
+        if item is not None and worths[item] < best_s:
+            self.search.state.left = self.search.bounds.spent + self.search.effort
+            self._look(item)
 
     def _visit_in_turn(self, items: list[Item], places: list[int]) -> None:
         """Visit items, one rank first: it is soon looked at, and often near the best."""
