@@ -10,16 +10,17 @@ import dataclasses
 import math
 import random
 from io import StringIO
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 from support.brute_force import NAMES, fitting_s, jobs, schedules, shapes
 from support.random_profiles import random_cluster, random_profile
 
-from planner.cluster import Cluster, resolve
+from planner.cluster import Cluster, ClusterLinks, Link, resolve
 from planner.errors import InputError, NothingFitsError
 from planner.graph import LayerGraph
-from planner.profile import Collective, Collectives, Cost, Layer, Profile
+from planner.profile import Collective, Collectives, Cost, Layer, Profile, read_profile
 from planner.report.explain import told
 from planner.search import Asked, Found, solve
 from planner.search.each_tensor import with_each_tensor_size
@@ -171,3 +172,22 @@ def test_the_answer_sets_the_tensor_sizes_side_by_side(seed: int) -> None:
     for size in TENSOR:
         every = [one for one in (found.best, *found.alternatives) if one.configuration.tensor == size]
         assert format_seconds(min(one.iteration_s for one in every)) in text
+
+
+@pytest.mark.slow
+def test_a_large_model_asked_for_whole_is_planned_as_well_as_in_parts() -> None:
+    """70 billion parameters on 64 GPUs that hold few micro-batches: the search over all T, and over one shape alone."""
+    recorded = Path(__file__).parents[2] / "profiles/recorded/h100-sxm-llama_2_70b.json"
+    profile = read_profile(recorded)
+    links = ClusterLinks(
+        intra_node=Link(latency_s=5e-6, bandwidth_bytes_per_s=360e9),
+        inter_node=Link(latency_s=1e-5, bandwidth_bytes_per_s=45e9),
+    )
+    cluster = resolve(Cluster(gpus_per_node=8, links=links), profile, 80 * 2**30)
+    asked = Asked(gpus=64, global_batch=512, cluster=cluster)
+    whole = solve(profile, asked).best
+    assert whole.configuration.tensor > 1
+    parts = [dataclasses.replace(asked, tensor=(size,)) for size in (4, 8)]
+    parts.append(dataclasses.replace(asked, tensor=(2,), pipeline=(16,), data=(2,)))
+    for part in (solve(profile, one).best for one in parts):
+        assert whole.iteration_s <= 1.02 * part.iteration_s, part.configuration
