@@ -196,8 +196,9 @@ def _search(graph: LayerGraph, asked: Asked, *, every_tensor_size: bool) -> Foun
                 f"{progress.configurations}; best {best}, next bound {format_seconds(progress.bound_s)}"
             )
 
-        found = search(graph.profile, asked, watch if err.is_terminal else None)
-        return with_each_tensor_size(found, graph.profile) if every_tensor_size else found
+        seen = watch if err.is_terminal else None
+        found = search(graph.profile, asked, seen)
+        return with_each_tensor_size(found, graph.profile, seen) if every_tensor_size else found
 
 
 def _tell(found: Found, explain: bool) -> None:

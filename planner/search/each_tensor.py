@@ -15,14 +15,14 @@ from planner.search.space import tensor_left_out
 def with_each_tensor_size(found: Found, profile: Profile, watch: Watch | None = None) -> Found:
     """The same answer; its ``alternatives`` hold a plan of each tensor size asked for, where one fits.
 
-    A search that was ended is left as it is.
+    A search that was ended, or given a time, is left as it is.
     """
     asked = found.asked
+    if found.interrupted or asked.max_seconds is not None:
+        return found
     sizes = {size for _, size in found.graph.rows() if asked.tensor is None or size in asked.tensor}
     sizes -= {one.configuration.tensor for one in (found.best, *found.alternatives)}
     sizes -= tensor_left_out(found.graph, asked).keys()
-    if found.interrupted or asked.max_seconds is not None:
-        return found
     more = []
     for size in sorted(sizes):
         try:
