@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -189,3 +190,8 @@ def test_this_machine_is_well(tmp_path: Path) -> None:
     checks_ = {check["name"]: check for check in json.loads(made.stdout)["checks"]}
     assert checks_["link"]["figures"]["bandwidth_bytes_per_s"] > 0
     assert checks_["processes"]["state"] == "ok"
+
+
+def test_the_versions_of_torch_it_names_are_those_that_are_asked_for() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    assert f"torch{checks._TORCH}" in project["project"]["dependencies"]

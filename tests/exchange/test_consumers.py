@@ -366,13 +366,10 @@ def test_deepspeed_constructs_the_stages_and_runs_their_order(tmp_path: Path) ->
 
 # --- torchtitan -------------------------------------------------------------------------------------------------------
 
-TORCHTITAN = """
+TITAN = """
 import dataclasses, json, sys
 sys.path.insert(0, sys.argv[1])
-import torch
-from torch import nn
 from torchtitan.config.configs import ParallelismConfig, TrainingConfig
-from torchtitan.distributed import pipeline_parallel as pp
 from planned import planned
 
 @dataclasses.dataclass
@@ -383,6 +380,13 @@ class Config:
 
 config = planned(Config(ParallelismConfig(), TrainingConfig()))
 titan = config.parallelism
+"""
+TORCHTITAN = (
+    TITAN
+    + """
+import torch
+from torch import nn
+from torchtitan.distributed import pipeline_parallel as pp
 model = nn.Module()
 model.token, model.norm, model.head = nn.Embedding(16, 8), nn.LayerNorm(8), nn.Linear(8, 16)
 model.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
@@ -394,6 +398,7 @@ print(json.dumps({"kept": kept, "ranks": ranks, "local": config.training.local_b
                   "micro": titan.pipeline_parallel_microbatch_size, "csv": titan.pipeline_parallel_schedule_csv,
                   "checkpoint": type(config.activation_checkpoint).__qualname__}))
 """
+)
 
 
 @pytest.mark.parametrize("name", [ScheduleName.ONE_F_ONE_B, ScheduleName.ZB_V])
@@ -416,21 +421,12 @@ def test_torchtitan_splits_and_places_as_planned(tmp_path: Path, name: ScheduleN
         assert Path(found["csv"]).read_text() == pipeplan("export", path, "--to", "torch-csv").out
 
 
-TORCHTITAN_TENSOR = """
-import dataclasses, sys
-sys.path.insert(0, sys.argv[1])
-from torchtitan.config.configs import ParallelismConfig, TrainingConfig
-from planned import planned
-
-@dataclasses.dataclass
-class Config:
-    parallelism: ParallelismConfig
-    training: TrainingConfig
-    activation_checkpoint: object = None
-
-titan = planned(Config(ParallelismConfig(), TrainingConfig())).parallelism
+TORCHTITAN_TENSOR = (
+    TITAN
+    + """
 print(titan.pipeline_parallel_degree, titan.tensor_parallel_degree, titan.enable_sequence_parallel)
 """
+)
 
 
 @pytest.mark.slow
