@@ -106,6 +106,7 @@ class _Run:
         self.takes: Final = [[max(one) for one in row] for row in held]
         self.takes[_F] = [max(held[_F][k][0], held[_F][k][1] + burst[self.ranks[k]]) for k in stages]
         self.done: Final = ([0] * len(stages), [0] * len(stages), [0] * len(stages))
+        self.to_begin: Final = [len(own) * job.num_microbatches for own in self.own]
         self.arrivals: Final[tuple[list[list[list[float]]], ...]] = ([[] for _ in stages], [[] for _ in stages])
         self.wires: Final = (
             [self._wires(walk.sends[k], self.arrivals[_F]) for k in stages],
@@ -169,7 +170,11 @@ class _Run:
                     elif press < best:
                         best, stage, kind = press, k, _F
             if self.split and weights[k] < returned and takes_w[k] <= left:
-                press = (2 if late else 4) * self.level + weights[k] * self.num_stages + k
+                press = (2 if late else 4) * self.level
+                if self.to_begin[rank]:
+                    press += weights[k] * self.num_stages + k
+                else:  # stage by stage, so that what follows a stage's last W runs beside the others'
+                    press += (self.num_stages - k) * self.num_microbatches + weights[k]
                 if press < best:
                     best, stage, kind = press, k, _W
         if stage < 0:
@@ -212,6 +217,8 @@ class _Run:
         heapq.heappush(self.events, (end, rank))
         if kind == _W:
             return
+        if kind == _F:
+            self.to_begin[rank] -= 1
         ready, arrivals, done = self.ready[kind], self.arrivals[kind], self.done[kind]
         ready[stage] = _ready(arrivals[stage], m + 1)
         for to_rank, busy_s, latency_s, goals in self.wires[kind][stage]:
