@@ -197,7 +197,7 @@ class Executor:
                 total = self._stages[step.stage].tied_gradient(step.name, arrived)
                 if step.hands_over is None:
                     if arrived is None and total is not None:
-                        total = total.clone()  # else it may still be on its way up while it is clipped or unscaled here
+                        total = total.clone()  # else the optimizer may change it while it is still on its way up
                     totals[step.name] = total
             if step.hands_over is not None:
                 if transport is not None and step.leaves:
