@@ -178,17 +178,31 @@ class Stage:
     # --- at the end of a step -----------------------------------------------------------------------------------------
 
     def tied_gradient(self, name: str, partial: Tensor | None) -> Tensor | None:
-        """This stage's gradients of a parameter added, last layer first, onto what came from the stages after it."""
+        """This stage's gradients of a parameter added, last layer first, onto what came from the stages after it.
+
+        The sum is dense where its parts are sparse too: so it is sent, and so it has the same bits on any cut.
+        """
         if self._gradients is not None:
             self._gradients.settle()
         total, own = partial, False
-        for leaf, tensor in zip(reversed(self.program.leaves), reversed(self._leaves), strict=True):
-            if leaf.parameter == name and tensor.grad is not None:
-                if total is None:
-                    total, own = tensor.grad, self._gradients is not None
-                else:
-                    total = total.add_(tensor.grad) if own else total + tensor.grad
+        for tensor in reversed(self._leaves_of(name)):
+            gradient = tensor.grad
+            if gradient is None:
+                continue
+            if total is None:
+                total, own = gradient.to_dense(), gradient.is_sparse or self._gradients is not None
+            else:
+                total = total.add_(gradient) if own else total + gradient
         return total
+
+    def _leaves_of(self, name: str) -> list[Tensor]:
+        leaves = zip(self.program.leaves, self._leaves, strict=True)
+        return [tensor for leaf, tensor in leaves if leaf.parameter == name]
+
+    def _own_gradient(self, name: str) -> Tensor | None:
+        """The gradient of a parameter that no other stage uses, as autograd made it where one layer uses it."""
+        first, *others = self._leaves_of(name)
+        return self.tied_gradient(name, None) if others else first.grad
 
     def finish_gradients(
         self,
@@ -203,7 +217,7 @@ class Stage:
         totals = tied_totals or {}
         for name, parameter in self._parameters.items():
             if names is None or name in names:
-                total = totals[name] if name in totals else self.tied_gradient(name, None)
+                total = totals[name] if name in totals else self._own_gradient(name)
                 parameter.grad = total if self._gradients is None else self._gradients.kept(name, total)
         if self.program.sharding is not None:
             self.program.sharding.sum_late(

@@ -253,10 +253,11 @@ class Trainer:
         return [microbatch(batch, number, size=shape.microbatch_size) for number in numbers], keys
 
     def _add_to(self, sums: dict[str, Tensor]) -> None:
-        """Add up the gradients of replicas trained one after another; ``.grad`` is the sum so far."""
+        """Add up the gradients of replicas trained one after another, dense; ``.grad`` is the sum so far."""
         for name, parameter in self.parameters.items():
             if parameter.grad is not None:
-                sums[name] = sums[name] + parameter.grad if name in sums else parameter.grad
+                gradient = parameter.grad.to_dense()
+                sums[name] = sums[name] + gradient if name in sums else gradient
             parameter.grad = sums.get(name)
 
     def _loss_values(self, losses: Sequence[Tensor]) -> tuple[float, ...]:
