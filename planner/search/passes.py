@@ -23,6 +23,7 @@ from planner.schedules import Placement, ranks_of
 from planner.search.figures import LayerFigures
 from planner.search.lattice import Bools, Floats, Ints
 from planner.search.space import Configuration
+from planner.search.waves import Waves, waves
 
 _POWER: Final = 60
 """Rows count by this power: nearly the largest alone, and yet every rank's."""
@@ -31,6 +32,8 @@ _REACH: Final = 6
 _SWEEPS: Final = 8
 _STRETCH: Final = {Placement.LOOP: 1.8, Placement.V: 1.2}
 """How much longer than its round trip a micro-batch is held, about, where memory is just enough."""
+_FILLED: Final = 1.5
+"""Micro-batches that a filling pipeline holds, for each rank."""
 _OVER: Final = 10.0
 """By how much a rank counts for each share of its least need that it does not hold."""
 
@@ -67,6 +70,10 @@ class Passes:
         """What each rank was seen to hold beyond its memory: taken from it."""
         self._crossings()
         self._cluster()
+        self.in_waves: Final = (
+            configuration.placement is Placement.LOOP and ranks > 1 and virtual > 1 and self._is_roomy()
+        )
+        """Whether ranks wait in the fill as planner.search.waves says."""
 
     def _crossings(self) -> None:
         """Bytes of all tensors that are alive at each boundary, and of those that a backward behind it needs."""
@@ -101,6 +108,13 @@ class Passes:
         self.reduce_s: Floats = self.trainable * per_byte * profile.gradient_bytes_per_trainable_byte
         self.step_s: Floats = self.trainable * profile.optimizer.step_s_per_trainable_byte
 
+    def _is_roomy(self) -> bool:
+        """Whether memory lets the pipeline fill with P micro-batches, and hold half as many more."""
+        ranks = self.configuration.pipeline
+        most = min(_FILLED * ranks, self.configuration.num_microbatches)
+        needs = (self.fixed[-1] + most * self.saved[-1]) / ranks + self.workspace
+        return self.limit is None or bool(needs <= self.limit)
+
     # --- what a cut is worth ------------------------------------------------------------------------------------------
 
     def rows(self, marks: Ints, again: Bools) -> Floats:
@@ -108,10 +122,12 @@ class Passes:
         count, stages = self.configuration.num_microbatches, self.stages_of
         forward = np.diff(self.forward[marks])
         load = np.diff(self.load[marks]) + np.where(again, forward, 0.0)
-        heads = self.heads(marks)
         mine = load[stages].sum(axis=1)
         done = np.concatenate([np.zeros((len(stages), 1)), np.cumsum(forward[stages], axis=1)[:, :-1]], axis=1)
-        rows: Floats = (heads[stages] + count * (mine[:, None] - done)).max(axis=1)
+        starts = self.heads(marks)[stages]
+        if self.in_waves:
+            starts[:, 0] = self.filling(marks).waited[0, -1]
+        rows: Floats = (starts + count * (mine[:, None] - done)).max(axis=1)
         rows = rows + self.after(marks)
         if self.limit is not None:
             rows = np.maximum(rows, self._held(marks, again, forward))
@@ -134,6 +150,15 @@ class Passes:
         between = np.where(np.diff(self.rank_of) != 0, self.link_s[marks[1:-1]], 0.0)
         heads: Floats = self.forward[marks[:-1]] + np.concatenate([[0.0], np.cumsum(between)])
         return heads
+
+    def filling(self, marks: Ints) -> Waves:
+        """What ranks wait while the pipeline fills, of one cut or (a row each) of some."""
+        shape, cuts = self.configuration, np.atleast_2d(marks)
+        sends = np.zeros((len(cuts), self.num_stages))
+        sends[:, :-1] = np.where(np.diff(self.rank_of) != 0, self.link_s[cuts[:, 1:-1]], 0.0)
+        each = (-1, shape.virtual, shape.pipeline)
+        count = min(shape.pipeline, shape.num_microbatches)
+        return waves(np.diff(self.forward[cuts], axis=1).reshape(each), sends.reshape(each), count)
 
     def _held(self, marks: Ints, again: Bools, forward: Floats) -> Floats:
         """Per rank, the seconds that its micro-batches need to pass through the memory that is left."""
@@ -302,6 +327,7 @@ class _Now:
         self.behind: Final = passes.behind(marks, again, self.forward)
         self.room: Final = passes.room(marks)
         self.saved: Final = np.where(again, np.diff(passes.saved[marks]), 0.0)
+        self.filling: Final = passes.filling(marks) if passes.in_waves else None
 
     def rows(self, stage: int, before: Ints, after: Ints) -> Floats:
         """The largest row of the stage's rank, for every pair of a boundary before and one after it."""
@@ -315,7 +341,9 @@ class _Now:
         done = np.concatenate([[0.0], np.cumsum(self.forward[mine])[:-1]])
         rows = np.full(works.shape, -np.inf)
         for place, k in enumerate(mine):
-            if place < own:
+            if place == 0 and self.filling is not None:
+                row = self._waited(self.filling, stage, before, passed) + count * works
+            elif place < own:
                 row = self.heads[k] + count * (works - done[place])
             elif place == own:
                 row = (passes.forward[before] + self.links[stage])[:, None] + count * (works - done[place])
@@ -324,6 +352,19 @@ class _Now:
             rows = np.maximum(rows, row)
         made: Floats = rows + self.after[rank]
         return made if passes.limit is None else np.maximum(made, self._held(stage, before, after, passed))
+
+    def _waited(self, filling: Waves, stage: int, before: Ints, passed: Floats) -> Floats:
+        """What the stage's rank waits in the fill, for every pair; other ranks are taken to wait as they do."""
+        ranks = self.passes.configuration.pipeline
+        own, rank = divmod(stage, ranks)
+        count = min(ranks, self.passes.configuration.num_microbatches)
+        longer = count * (passed - self.forward[stage])
+        later = (self.passes.forward[before] + self.links[stage] - self.heads[stage])[:, None]
+        waited = np.full(passed.shape, filling.waited[0, 0, rank])
+        for chunk in range(self.passes.configuration.virtual):
+            level = filling.level[0, chunk, rank] - (longer if own < chunk else 0.0) + (later if own == chunk else 0.0)
+            waited = level + 0.0 * passed if chunk == 0 else np.maximum(waited, level + filling.before[0, chunk, rank])
+        return waited
 
     def _held(self, stage: int, before: Ints, after: Ints, passed: Floats) -> Floats:
         """The rank's row of memory, for every pair; stages behind this one are taken to stay as they are."""

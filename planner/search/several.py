@@ -25,6 +25,8 @@ QUICK_CUTS: Final = 4
 """Cuts timed in a configuration at first sight."""
 FIRST_PASSES: Final = (1.0, 0.6, 0.5, 0.3)
 """Starts of the cuts with several stages a rank: the first stage of each rank against its others."""
+WAVES: Final = (1.0, 0.8, 0.6, 0.4)
+"""The same where ranks then wait for the second."""
 PASS_ACTIONS: Final = 200
 """What sliding the windows over such a cut takes, in simulated actions for each stage."""
 PAIR_ROUNDS: Final = 8
@@ -104,15 +106,16 @@ class Several:
         for order in orders:
             passes = Passes(self.search.bounds.layers(configuration), configuration, order)
             for turn, again in enumerate(self._recomputing(passes)):
-                for first in self._firsts(item, turn)[:2]:
+                for first in self._firsts(passes, turn)[:2]:
                     yield self._made(passes, first, again, pairs=True, turn=turn)
 
     @staticmethod
-    def _firsts(item: Item, turn: int) -> tuple[float, ...]:
+    def _firsts(passes: Passes, turn: int) -> tuple[float, ...]:
         """The first pass of each start against its others; fewer where others that recompute look better."""
-        if item.configuration.pipeline == 1:
+        if passes.configuration.pipeline == 1:
             return (1.0,)
-        return FIRST_PASSES if turn == 0 else FIRST_PASSES[1:2]
+        firsts = WAVES if passes.in_waves else FIRST_PASSES
+        return firsts if turn == 0 else firsts[1:2]
 
     def _made(self, passes: Passes, first: float, again: Bools, *, pairs: bool, turn: int) -> _Begun:
         """The cut that one start leads to."""
@@ -128,7 +131,7 @@ class Several:
         self.promise(item)
         made = self.begun[item.configuration]
         for begun in () if item.configuration in self.whole else tuple(made):
-            for first in self._firsts(item, begun.turn)[2:]:
+            for first in self._firsts(begun.passes, begun.turn)[2:]:
                 made.append(self._made(begun.passes, first, begun.again, pairs=True, turn=begun.turn))
         self.whole.add(item.configuration)
         by_promise = sorted(enumerate(made), key=lambda entry: (entry[1].worth_s, entry[0]))
