@@ -21,8 +21,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from planner.capture.export import Lifted, Role, autocast_of, op_of, opaque_call
 from planner.capture.made_up import RealCall
+from planner.capture.model_file import library_line
+from planner.capture.opaque import OpaqueCall
 from planner.capture.weightless import Fakes
-from planner.errors import InputError
+from planner.errors import InputError, PipeplanError
 
 
 @dataclass(slots=True, kw_only=True)
@@ -145,18 +147,20 @@ class _Run:
             value = self._lifted.modules[str(node.target)]
         else:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-            given = [(tensor, tensor._version) for tensor in _tensors(args[:2])] if opaque_call(node) else []
+            call = opaque_call(node)
+            given = [(tensor, tensor._version) for tensor in _tensors(args[:2])] if call else []
 
             def pack(tensor: Tensor) -> None:
                 saved.add(self.storages.number(tensor, node))
 
-            if self._fakes is not None and opaque_call(node) is not None:
-                real = RealCall(node.target, args, self._fakes)  # type: ignore[arg-type]
-                saved |= {self.storages.number(fake, node) for fake in real.saved}
-                value = real.outputs
-            else:
-                with torch.autograd.graph.saved_tensors_hooks(pack, _never):
-                    value = node.target(*args, **kwargs)  # type: ignore[operator]
+            with _refusing(call):
+                if self._fakes is not None and call is not None:
+                    real = RealCall(node.target, args, self._fakes)  # type: ignore[arg-type]
+                    saved |= {self.storages.number(fake, node) for fake in real.saved}
+                    value = real.outputs
+                else:
+                    with torch.autograd.graph.saved_tensors_hooks(pack, _never):
+                        value = node.target(*args, **kwargs)  # type: ignore[operator]
         if self._fakes is not None:
             value = self._fakes.with_sizes(value, list(_tensors(list(map(values.get, node.all_input_nodes)))))
         tensors = list(_tensors(value))
@@ -173,6 +177,27 @@ class _Run:
             ),
         )
         return value
+
+
+@contextlib.contextmanager
+def _refusing(call: OpaqueCall | None) -> Iterator[None]:
+    """Raise InputError where a module kept whole raises in the graph what it did not in the eager model."""
+    try:
+        yield
+    except PipeplanError:
+        raise
+    except Exception as fault:
+        if call is None:
+            raise
+        words = str(fault).strip().splitlines()
+        said = f"{type(fault).__name__}: {words[0]}" if words else type(fault).__name__
+        place = library_line(fault)
+        raise InputError(
+            f"module {call.name}, which is kept whole, raised {said}{f' ({place})' if place else ''}, as it does not "
+            "in the model as written",
+            hint="what one module kept whole gives another takes a gradient, detached or not: detach() it where it is "
+            "read too, before numpy() or a change in place",
+        ) from fault
 
 
 def _never(_: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 
 from planner.capture import Capture, EagerReference, RandomKey, Stage, capture, load_model_file
 from planner.capture.export import opaque_call
-from planner.errors import RunError
+from planner.errors import InputError, RunError
 from tests.capture.captures import captured_at
 from tests.capture.pipelines import Pipeline, differences, even_cut, gpipe
 
@@ -138,3 +138,60 @@ def test_sizes_that_hang_on_values_fail_by_name(tmp_path: Path) -> None:
     received = {b.name: torch.full(b.shape, -1e10) for b in stage.program.receives}
     with pytest.raises(RunError, match=r"module 1 returned float32\[1, 4\] where it returned float32\[2, 4\]"):
         stage.forward(0, captured.batch.inputs, captured.batch.target, received, RandomKey(0, 0, 0))
+
+
+READS_A_NUMBER = """
+class Loads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+    def forward(self, x):
+        y = self.linear(x)
+        if y.sum() > 1e9:
+            return y, y
+        return y, y.detach().abs().mean(0)
+class Host(nn.Module):
+    def forward(self, x, loads):
+        return x * READ
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.loads, self.middle, self.host = Loads(), nn.Linear(4, 4), Host()
+    def forward(self, x):
+        y, loads = self.loads(x)
+        return self.host(self.middle(y), loads BETWEEN)
+"""
+READ = "torch.as_tensor(loads{}.numpy() + 1)"
+
+
+@pytest.mark.parametrize("weightless", [False, True])
+@pytest.mark.parametrize("between", ["", "* 2"])
+@pytest.mark.parametrize("read", [READ.format(""), "loads.requires_grad_(False)"])
+def test_a_module_that_wants_no_gradient_of_what_another_gave_is_refused_by_name(
+    read: str, between: str, weightless: bool, tmp_path: Path
+) -> None:
+    text = HEAD + READS_A_NUMBER.replace("READ", read).replace("BETWEEN", between) + REST
+    if read == "loads.requires_grad_(False)":
+        text = text.replace("return x * loads", "if x.sum() > 1e9: return x\n        return x * loads")
+    path = tmp_path / "model.py"
+    path.write_text(text)
+    with pytest.raises(InputError) as caught:
+        capture(load_model_file(path), microbatch_size=2, weightless=weightless)
+    message = caught.value.message
+    assert "\n" not in message
+    assert message.startswith(f"{path}: module 1.host, which is kept whole, raised RuntimeError: ")
+    assert f"({path}:" in message
+    assert "detach()" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("between", ["", "* 2"])
+def test_a_module_that_detaches_what_another_gave_is_equal_on_any_cut(between: str, tmp_path: Path) -> None:
+    text = READS_A_NUMBER.replace("READ", READ.format(".detach()")).replace("BETWEEN", between)
+    path = tmp_path / "model.py"
+    path.write_text(HEAD + text + REST)
+    captured = capture(load_model_file(path), microbatch_size=2)
+    batch = captured.model_file.batch(6)
+    whole = Pipeline(captured, even_cut(captured, 1)).step(batch, 3, actions=gpipe(1, 3))
+    for stages in (2, len(captured.layers)):
+        cut = Pipeline(captured, even_cut(captured, stages)).step(batch, 3, actions=gpipe(stages, 3))
+        assert differences(whole, cut) == []
