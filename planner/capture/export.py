@@ -26,7 +26,7 @@ from torch.nn.modules import transformer
 from planner.capture.attributes import Attributes, is_repeatable
 from planner.capture.batch import Batch, leaves, rebuilt
 from planner.capture.made_up import computing
-from planner.capture.model_file import ModelFile, library_line, user_line
+from planner.capture.model_file import ModelFile, lacks_memory, library_line, user_line
 from planner.capture.opaque import OPAQUE, OpaqueCall, Returned, StandIns, function_of, returned_by
 from planner.capture.seeds import RandomStream
 from planner.capture.values import HiddenTensorError
@@ -228,6 +228,8 @@ def _returned(
     except Exception as fault:
         if fakes is not None and watch.innermost:
             raise _StoppedError(_alike(model, watch.innermost)) from fault
+        if lacks_memory(fault):  # a smaller micro-batch may do
+            raise
         raise model_file.raised(fault, "model()'s forward") from fault
 
 

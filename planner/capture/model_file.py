@@ -289,6 +289,11 @@ def library_line(error: BaseException) -> str | None:
     return f"{found[-1].filename}:{found[-1].lineno}" if found else None
 
 
+def lacks_memory(error: BaseException) -> bool:
+    """Whether an error says that there is too little memory: of the device, or of this process."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error).lower()
+
+
 def _said(error: BaseException) -> str:
     words = str(error).strip().splitlines()
     return f"{type(error).__name__}: {words[0]}" if words else type(error).__name__

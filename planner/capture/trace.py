@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from planner.capture.export import Lifted, Role, autocast_of, op_of, opaque_call
 from planner.capture.made_up import RealCall
-from planner.capture.model_file import library_line
+from planner.capture.model_file import lacks_memory, library_line
 from planner.capture.opaque import OpaqueCall
 from planner.capture.weightless import Fakes
 from planner.errors import InputError, PipeplanError
@@ -187,7 +187,7 @@ def _refusing(call: OpaqueCall | None) -> Iterator[None]:
     except PipeplanError:
         raise
     except Exception as fault:
-        if call is None:
+        if call is None or lacks_memory(fault):  # a smaller micro-batch may do
             raise
         words = str(fault).strip().splitlines()
         said = f"{type(fault).__name__}: {words[0]}" if words else type(fault).__name__

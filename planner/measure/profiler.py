@@ -14,6 +14,7 @@ import torch
 from planner.allocator import keep_freed_memory
 from planner.capture import Capture, CapturedEdge, ModelFile, capture
 from planner.capture.export import called
+from planner.capture.model_file import lacks_memory
 from planner.errors import InputError
 from planner.measure.held import HeldBytes, measure_held
 from planner.measure.layerwise import TooLargeError, measure_layerwise, optimizer_weights
@@ -273,7 +274,7 @@ def _capture(model_file: ModelFile, asked: Asked, size: int, *, weightless: bool
 
 def _left_out(model_file: ModelFile, size: int, error: Exception) -> LeftOut:
     """What did not fit. Raises InputError where it is another fault than a lack of memory."""
-    if not _is_out_of_memory(error):
+    if not (isinstance(error, TooLargeError) or lacks_memory(error)):
         raise _model_raised(model_file, size, error) from error
     return LeftOut(microbatch_size=size, reason=str(error).strip().splitlines()[0])
 
@@ -294,11 +295,6 @@ def _check_alike(model_file: ModelFile, captures: Sequence[Capture]) -> None:
             f"{captures[0].microbatch_size}",
             hint="its ops may not depend on the number of samples",
         )
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    words = str(error).lower()
-    return isinstance(error, torch.OutOfMemoryError | MemoryError | TooLargeError) or "can't allocate memory" in words
 
 
 def dtype_of(captured: Capture) -> str:

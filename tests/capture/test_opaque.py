@@ -195,3 +195,14 @@ def test_a_module_that_detaches_what_another_gave_is_equal_on_any_cut(between: s
     for stages in (2, len(captured.layers)):
         cut = Pipeline(captured, even_cut(captured, stages)).step(batch, 3, actions=gpipe(stages, 3))
         assert differences(whole, cut) == []
+
+
+@pytest.mark.parametrize("where", ["eager", "graph"])
+def test_memory_that_runs_out_in_a_module_kept_whole_is_no_fault_of_the_model(where: str, tmp_path: Path) -> None:
+    read = "torch.empty(1 << 50)" if where == "eager" else "(torch.empty(1 << 50) if loads.requires_grad else 1)"
+    text = READS_A_NUMBER.replace("READ", read).replace("BETWEEN", "")
+    text = text.replace("return x * ", "if x.sum() > 1e9: return x\n        return x * ")
+    path = tmp_path / "model.py"
+    path.write_text(HEAD + text + REST)
+    with pytest.raises(RuntimeError, match="allocate"):
+        capture(load_model_file(path), microbatch_size=2)
