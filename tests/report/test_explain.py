@@ -213,7 +213,7 @@ def test_what_is_not_proven_says_how_to_search_on() -> None:
 
 def test_a_leaner_plan_that_is_hardly_slower_is_named_and_can_be_had() -> None:
     """Whole replicas in buckets are a little faster than a pipeline that holds two thirds."""
-    profile, link = chain(24), Link(latency_s=5e-6, bandwidth_bytes_per_s=50e9)
+    profile, link = chain(24), Link(latency_s=5e-6, bandwidth_bytes_per_s=25e9)
     cluster = resolve(Cluster(links=ClusterLinks(intra_node=link, inter_node=link)), profile)
     found = solve(profile, Asked(gpus=4, global_batch=64, cluster=cluster))
     text = " ".join(text_of(found, explain=False).split())
