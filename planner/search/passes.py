@@ -52,6 +52,8 @@ class Passes:
         self.stages_of: Final[Ints] = np.array(
             [[k for k, r in enumerate(self.rank_of) if r == q] for q in range(ranks)]
         )
+        self.sends: Final[Bools] = np.diff(self.rank_of) != 0
+        """Whether each boundary lies between two ranks."""
         place = np.array(self.order)
         self.forward: Final = _prefix(layers.forward_s[place])
         self.inputs: Final = _prefix(layers.input_s[place])
@@ -120,8 +122,8 @@ class Passes:
     def rows(self, marks: Ints, again: Bools) -> Floats:
         """The largest row of every rank (seconds)."""
         count, stages = self.configuration.num_microbatches, self.stages_of
-        forward = np.diff(self.forward[marks])
-        load = np.diff(self.load[marks]) + np.where(again, forward, 0.0)
+        forward = _spans(self.forward, marks)
+        load = _spans(self.load, marks) + np.where(again, forward, 0.0)
         mine = load[stages].sum(axis=1)
         done = np.concatenate([np.zeros((len(stages), 1)), np.cumsum(forward[stages], axis=1)[:, :-1]], axis=1)
         starts = self.heads(marks)[stages]
@@ -135,19 +137,19 @@ class Passes:
 
     def after(self, marks: Ints) -> Floats:
         """What follows each rank's last action: the all-reduce of its lowest stage, its step (seconds)."""
-        steps = np.diff(self.step_s[marks])[self.stages_of].sum(axis=1)
-        reduces = np.diff(self.reduce_s[marks])
+        steps = _spans(self.step_s, marks)[self.stages_of].sum(axis=1)
+        reduces = _spans(self.reduce_s, marks)
         made: Floats = self.extra_s + steps + reduces[self.stages_of[:, 0]]
         if len(steps) == 1:  # one rank: its stages end from the last to the first, each summed beside what remains
             count = self.configuration.num_microbatches
-            backward = count * np.diff(self.load[marks] - self.forward[marks])
+            backward = count * (_spans(self.load, marks) - _spans(self.forward, marks))
             left = np.concatenate([[0.0], np.cumsum(backward)[:-1]])
             made = self.extra_s + steps + (np.cumsum(reduces) - left).max()
         return made
 
     def heads(self, marks: Ints) -> Floats:
         """When each stage may have its first input (seconds)."""
-        between = np.where(np.diff(self.rank_of) != 0, self.link_s[marks[1:-1]], 0.0)
+        between = np.where(self.sends, self.link_s[marks[1:-1]], 0.0)
         heads: Floats = self.forward[marks[:-1]] + np.concatenate([[0.0], np.cumsum(between)])
         return heads
 
@@ -155,7 +157,7 @@ class Passes:
         """What ranks wait while the pipeline fills, of one cut or (a row each) of some."""
         shape, cuts = self.configuration, np.atleast_2d(marks)
         sends = np.zeros((len(cuts), self.num_stages))
-        sends[:, :-1] = np.where(np.diff(self.rank_of) != 0, self.link_s[cuts[:, 1:-1]], 0.0)
+        sends[:, :-1] = np.where(self.sends, self.link_s[cuts[:, 1:-1]], 0.0)
         each = (-1, shape.virtual, shape.pipeline)
         count = min(shape.pipeline, shape.num_microbatches)
         return waves(np.diff(self.forward[cuts], axis=1).reshape(each), sends.reshape(each), count)
@@ -165,7 +167,7 @@ class Passes:
         stages = self.stages_of
         return self.memory_row(
             room=self.room(marks)[stages].sum(axis=1),
-            burst=np.where(again, np.diff(self.saved[marks]), 0.0)[stages].max(axis=1),
+            burst=np.where(again, _spans(self.saved, marks), 0.0)[stages].max(axis=1),
             kept=self.kept(marks, again)[stages].sum(axis=1),
             area=(self.kept(marks, again) * self.behind(marks, again, forward))[stages].sum(axis=1),
         )
@@ -173,19 +175,19 @@ class Passes:
     def kept(self, marks: Ints, again: Bools) -> Floats:
         """What each stage keeps of a micro-batch from F to B."""
         made: Floats = np.where(
-            again, self.crossing[marks[:-1]], np.diff(self.saved[marks]) + self.saved_again[marks[:-1]]
+            again, self.crossing[marks[:-1]], _spans(self.saved, marks) + self.saved_again[marks[:-1]]
         )
         return made
 
     def behind(self, marks: Ints, again: Bools, forward: Floats) -> Floats:
         """Seconds from each stage's F to the end of its B (or I), of a lone micro-batch over free links."""
-        passes = forward + np.diff(self.inputs[marks]) + np.where(again, forward, 0.0)
+        passes = forward + _spans(self.inputs, marks) + np.where(again, forward, 0.0)
         made: Floats = np.cumsum(passes[::-1])[::-1]
         return made
 
     def room(self, marks: Ints) -> Floats:
         """What each stage takes of its rank's memory whatever is in flight, negative: layers, waiting messages."""
-        made: Floats = -np.diff(self.fixed[marks])
+        made: Floats = -_spans(self.fixed, marks)
         made[self.stages_of[:, 0]] -= self.extra_bytes
         if self.configuration.pipeline > 1:
             made = made - 2 * (self.crossing[marks[:-1]] + self.crossing[marks[1:]])
@@ -204,8 +206,8 @@ class Passes:
         if self.limit is None:
             return True
         stages = self.stages_of
-        burst = np.where(again, np.diff(self.saved[marks]), 0.0)[stages].max(axis=1)
-        always = np.diff(self.fixed[marks])[stages].sum(axis=1) + self.workspace
+        burst = np.where(again, _spans(self.saved, marks), 0.0)[stages].max(axis=1)
+        always = _spans(self.fixed, marks)[stages].sum(axis=1) + self.workspace
         return bool((always + np.maximum(burst, self.kept(marks, again)[stages].sum(axis=1)) <= self.limit).all())
 
     def worth(self, marks: Ints, again: Bools) -> float:
@@ -244,13 +246,19 @@ class Passes:
         best = self._largest(marks, again)
         if self.configuration.pipeline == 1:
             return self._one_by_one(marks, again)
+        windows, same = list(self._windows()), 0
         for _ in range(_SWEEPS):
             before = best
-            for first, last in self._windows():
+            for first, last in windows:
+                if same == len(windows):  # all were tried on these very boundaries
+                    return marks
                 made = self._window(marks, again, first, last)
+                same += 1
+                if np.array_equal(made, marks):
+                    continue
                 worth = self._largest(made, again)
                 if worth < best * (1 + 1e-12):
-                    marks, best = made, worth
+                    marks, best, same = made, worth, 0
             if best >= before * (1 - 1e-6):
                 break
         return marks
@@ -316,8 +324,8 @@ class _Now:
     def __init__(self, passes: Passes, marks: Ints, again: Bools) -> None:
         self.passes: Final = passes
         self.again: Final = again
-        self.forward: Final = np.diff(passes.forward[marks])
-        self.load: Final = np.diff(passes.load[marks]) + np.where(again, self.forward, 0.0)
+        self.forward: Final = _spans(passes.forward, marks)
+        self.load: Final = _spans(passes.load, marks) + np.where(again, self.forward, 0.0)
         self.heads: Final = passes.heads(marks)
         self.links: Final = self.heads - passes.forward[marks[:-1]]
         self.after: Final = passes.after(marks)
@@ -326,7 +334,11 @@ class _Now:
         self.kept: Final = passes.kept(marks, again)
         self.behind: Final = passes.behind(marks, again, self.forward)
         self.room: Final = passes.room(marks)
-        self.saved: Final = np.where(again, np.diff(passes.saved[marks]), 0.0)
+        self.saved: Final = np.where(again, _spans(passes.saved, marks), 0.0)
+        self.works: Final = self.load[passes.stages_of].sum(axis=1)
+        each = self.forward[passes.stages_of]
+        self.done: Final = np.cumsum(each, axis=1) - each
+        """F's of the rank's stages before each, (rank, stage)."""
         self.filling: Final = passes.filling(marks) if passes.in_waves else None
 
     def rows(self, stage: int, before: Ints, after: Ints) -> Floats:
@@ -337,19 +349,18 @@ class _Now:
         own = int(np.flatnonzero(mine == stage)[0])
         passed = passes.forward[after][None, :] - passes.forward[before][:, None]
         works = passes.load[after][None, :] - passes.load[before][:, None] + (passed if self.again[stage] else 0.0)
-        works = works + float(self.load[mine].sum() - self.load[stage])
-        done = np.concatenate([[0.0], np.cumsum(self.forward[mine])[:-1]])
-        rows = np.full(works.shape, -np.inf)
-        for place, k in enumerate(mine):
-            if place == 0 and self.filling is not None:
-                row = self._waited(self.filling, stage, before, passed) + count * works
-            elif place < own:
-                row = self.heads[k] + count * (works - done[place])
-            elif place == own:
-                row = (passes.forward[before] + self.links[stage])[:, None] + count * (works - done[place])
-            else:
-                row = self.heads[k] + count * (works - (done[place] - self.forward[stage]) - passed)
-            rows = np.maximum(rows, row)
+        works = count * (works + float(self.works[rank] - self.load[stage]))
+        begun = self.heads[mine] - count * self.done[rank]
+        rows = works + (passes.forward[before] + self.links[stage] - count * self.done[rank, own])[:, None]
+        if self.filling is not None:
+            filled = works + self._waited(self.filling, stage, before, passed)
+            rows = filled if own == 0 else np.maximum(rows, filled)
+        earlier = begun[1 if self.filling is not None else 0 : own]
+        if len(earlier):
+            rows = np.maximum(rows, works + earlier.max())
+        if own + 1 < len(mine):
+            later = begun[own + 1 :].max() + count * self.forward[stage]
+            rows = np.maximum(rows, works - count * passed + later)
         made: Floats = rows + self.after[rank]
         return made if passes.limit is None else np.maximum(made, self._held(stage, before, after, passed))
 
@@ -389,3 +400,10 @@ class _Now:
 
 def _prefix(values: Floats) -> Floats:
     return np.concatenate([[0.0], np.cumsum(values)])
+
+
+def _spans(prefix: Floats, marks: Ints) -> Floats:
+    """What each stage sums to."""
+    ends = prefix[marks]
+    made: Floats = ends[1:] - ends[:-1]
+    return made
