@@ -24,11 +24,13 @@ def _both(path: Path, size: int = 2) -> tuple[Profile, Profile]:
     return whole, layerwise
 
 
-@pytest.mark.parametrize("path", [MODELS / "tied.py", MODELS / "skips.py", MODELS / "opaque.py"], ids=lambda p: p.stem)
-def test_the_layers_are_those_of_the_model_measured_whole(path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param("tied", marks=pytest.mark.slow), "skips", pytest.param("opaque", marks=pytest.mark.slow)]
+)
+def test_the_layers_are_those_of_the_model_measured_whole(name: str) -> None:
     """Tied weights, skips over layers, modules kept whole: all but the times is the same."""
     torch.set_num_threads(1)
-    whole, layerwise = _both(path)
+    whole, layerwise = _both(MODELS / f"{name}.py")
     assert layerwise.model == whole.model
     assert layerwise.edges == whole.edges
     for one, other in zip(layerwise.layers, whole.layers, strict=True):
