@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from planner.errors import InputError
 from planner.runtime.groups import Group
 from planner.runtime.parts import TensorParts
 
@@ -54,8 +55,18 @@ class Clipping:
         self._device = device
 
     def clip(self, parameters: Mapping[str, nn.Parameter]) -> Tensor:
-        """Scale the gradients down to the norm, where they are over it; the norm that they had."""
+        """Scale the gradients down to the norm, where they are over it; the norm that they had.
+
+        Raises:
+            InputError: a gradient is sparse.
+        """
         gradients = {name: value.grad for name, value in parameters.items() if value.grad is not None}
+        for name, gradient in gradients.items():
+            if gradient.is_sparse:
+                raise InputError(
+                    f"clip_norm: the gradient of {name} is sparse, of which torch takes no norm",
+                    hint="leave out sparse=True, or clip_norm",
+                )
         norms = self._norms({name: gradient for name, gradient in gradients.items() if name in self._counted})
         total: Tensor = torch.linalg.vector_norm(norms, 2.0)
         factor = torch.clamp(self._max_norm / (total + _EPSILON), max=1.0)

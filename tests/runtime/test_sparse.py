@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from support.runs import captured, plan_of, run
 
+from planner.errors import InputError
+
 MODEL = """
 import torch
 from torch import nn
@@ -71,3 +73,12 @@ def test_sparse_gradients_train_as_in_one_process(ranks: int, data: int, head: b
     assert verified.largest_weight_difference == 0.0
     assert verified.eager_difference is not None
     assert verified.eager_difference < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_sparse_gradient_has_no_norm(ranks: int, tmp_path: Path) -> None:
+    path = model_of(tmp_path, head=False)
+    path.write_text(f"{path.read_text()}\nclip_norm = 1.0\n")
+    with pytest.raises(InputError, match=r"clip_norm: the gradient of .* is sparse.*leave out sparse=True"):
+        run(plan_of(path, num_ranks=ranks, microbatches=4), tmp_path)
