@@ -47,7 +47,7 @@ class PlanCheck:
 def profile_of(plan: Plan, path: Path) -> Profile:
     """The profile that a plan file names. Raises InputError where it is missing, or is another than the plan's."""
     profile_path = path.parent / plan.profile.path
-    if not profile_path.exists():
+    if not profile_path.is_file():
         raise InputError(
             f"{path}: its profile is not there: profile.path names {plan.profile.path}, which is {profile_path}",
             hint="correct profile.path (from the plan's folder), or move plan and profile together",

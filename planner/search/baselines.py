@@ -12,7 +12,7 @@ from planner.graph import LayerGraph
 from planner.schedules import Placement, ScheduleName, build, default_warmup
 from planner.search.job import job_of_cut
 from planner.search.result import Baseline, Candidate
-from planner.search.space import Asked, Configuration
+from planner.search.space import Asked, Configuration, copies_for
 from planner.simulate import simulate
 
 MOST_ACTIONS: Final = 200_000
@@ -36,9 +36,7 @@ def baselines(graph: LayerGraph, asked: Asked, sizes: Sequence[int]) -> tuple[Ba
 
 def _most_replicas(asked: Asked, sizes: Sequence[int]) -> int:
     """The most replicas of one rank that the GPUs, the global batch and what is asked for allow."""
-    allowed = asked.data or range(1, asked.gpus + 1)
-    made = (data for data in allowed if any(asked.global_batch % (size * data) == 0 for size in sizes))
-    return max((data for data in made if data <= asked.gpus), default=1)
+    return max((data for size in sizes for data in copies_for(asked, size, 1)), default=1)
 
 
 def _best(

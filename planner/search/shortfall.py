@@ -136,7 +136,8 @@ def _sharded(graph: LayerGraph, asked: Asked, limit: int, is_over: Callable[[], 
     optimizer = graph.profile.optimizer
     if asked.zero1 or not optimizer.state_bytes_per_trainable_byte:
         return None
-    for copies in asked.data or (copies for copies in range(2, asked.gpus + 1) if asked.gpus % copies == 0):
+    most = min(asked.gpus, asked.global_batch)
+    for copies in asked.data or (copies for copies in range(2, most + 1) if asked.gpus % copies == 0):
         if copies > 1 and not is_over():
             profile = dataclasses.replace(graph.profile, optimizer=optimizer.sharded(copies))
             wider = dataclasses.replace(asked, zero1=True, data=(copies,))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from planner.cluster import Cluster, check_tensor
@@ -107,7 +107,7 @@ def configurations(graph: LayerGraph, asked: Asked) -> tuple[Configuration, ...]
         )
         for size, tensor in rows
         if size in sizes
-        for data in _copies(asked, size, tensor)
+        for data in copies_for(asked, size, tensor)
         for ranks in range(1, min(asked.gpus // (data * tensor), len(graph)) + 1)
         if asked.pipeline is None or ranks in asked.pipeline
         for virtual in asked.virtual or VIRTUAL
@@ -147,11 +147,15 @@ def _tensor_asked(asked: Asked, tensor: int) -> bool:
     return (asked.tensor is None or tensor in asked.tensor) and _no_room(asked, tensor) is None
 
 
-def _copies(asked: Asked, size: int, tensor: int) -> Iterator[int]:
+def copies_for(asked: Asked, size: int, tensor: int) -> list[int]:
     """The numbers of replicas that part the global batch into whole micro-batches."""
-    for data in range(1, asked.gpus // tensor + 1):
-        if asked.global_batch % (size * data) == 0 and (asked.data is None or data in asked.data):
-            yield data
+    microbatches, rest = divmod(asked.global_batch, size)
+    if rest:
+        return []
+    # Each replica has a micro-batch at least: many more GPUs than samples ask for no more numbers.
+    most = min(asked.gpus // tensor, microbatches)
+    numbers = range(1, most + 1) if asked.data is None else sorted({*asked.data})
+    return [data for data in numbers if data <= most and microbatches % data == 0]
 
 
 def _nothing(graph: LayerGraph, asked: Asked, sizes: Sequence[int], tensors: Sequence[int]) -> tuple[str, str]:

@@ -216,3 +216,15 @@ def test_memory_is_an_amount_or_a_known_device(here: Path) -> None:
     assert read_plan(here / "plan.yaml").cluster.memory_bytes == DEVICE_MEMORY_BYTES["h100-sxm"]
     assert "or a known device: v100-16gb, " in refused(pipeplan("solve", "--gpus", 2, "--memory", "h1"))
     assert "write e.g. 80GiB" in refused(pipeplan("solve", "--gpus", 2, "--memory", "80 bananas"))
+
+
+@pytest.mark.parametrize("memory", ["1GiB", "1"])
+def test_many_more_gpus_than_samples_take_no_longer_and_change_nothing(here: Path, memory: str) -> None:
+    """At most a GPU for each layer of each sample is of use: the plan is that of so many."""
+
+    def plan(gpus: int) -> tuple[int, dict[str, object]]:
+        answer = pipeplan("solve", "--gpus", gpus, "--batch", 4, "--memory", memory, "--json")
+        document = json.loads(answer.out)
+        return answer.code, {key: document.get(key) for key in ("parallel", "schedule", "predicted", "missing")}
+
+    assert plan(10**18) == plan(24)

@@ -223,6 +223,10 @@ def test_another_profile_is_refused(data: st.DataObject) -> None:
         file.unlink()
         with pytest.raises(InputError, match="its profile is not there"):
             profile_of(saved, path)
+        file.mkdir()
+        with pytest.raises(InputError, match="its profile is not there"):
+            profile_of(saved, path)
+        file.rmdir()
         other = dataclasses.replace(profile, model=dataclasses.replace(profile.model, fingerprint="other"))
         with pytest.raises(InputError, match="fingerprint"):
             profile_of(read_plan(save(plan, other, Path(folder))), path)
