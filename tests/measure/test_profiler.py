@@ -124,8 +124,12 @@ def test_the_clock_takes_off_what_others_took() -> None:
     assert asleep >= 0.045
 
 
+VISITS = 8
+"""Of each stage: on a machine that others share, medians of three are over 5 % off one time in two."""
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_any_run_of_layers_takes_what_its_layers_say(name: str, tmp_path: Path) -> None:
     """Runs of consecutive layers drawn at random, each timed as one stage: within 5 % in the median.
@@ -142,7 +146,7 @@ def test_any_run_of_layers_takes_what_its_layers_say(name: str, tmp_path: Path) 
     cuts = [sorted({0, num_layers, *draw.sample(range(num_layers + 1), 2)}) for _ in range(7)]
     drawn = [Series(captured, bounds) for bounds in cuts]
     alone.forget()
-    for _ in range(3):
+    for _ in range(VISITS):
         for series in (alone, *fitted, *drawn):
             series.visit()
     off = []
