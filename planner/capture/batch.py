@@ -41,7 +41,7 @@ def _walk(place: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def rebuilt(batch: Batch, entries: Iterator[Any]) -> Batch:
-    """The same structure over other leaves, plain tuples and dictionaries with sorted keys throughout."""
+    """The same structure over other leaves: tuples (those with names keep them), dictionaries with sorted keys."""
     return Batch(_rebuild(batch.inputs, entries), _rebuild(batch.target, entries))
 
 
@@ -49,7 +49,8 @@ def _rebuild(value: Any, entries: Iterator[Any]) -> Any:
     if isinstance(value, Mapping):
         return {key: _rebuild(value[key], entries) for key in sorted(value)}
     if isinstance(value, (tuple, list)):
-        return tuple(_rebuild(entry, entries) for entry in value)
+        made = tuple(_rebuild(entry, entries) for entry in value)
+        return value._make(made) if hasattr(value, "_make") else made  # a named tuple's fields are read by name
     return next(entries)
 
 
