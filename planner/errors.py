@@ -15,6 +15,16 @@ from collections.abc import Iterable
 from typing import ClassVar
 
 
+def words_of(error: BaseException) -> str:
+    """An exception's type and the first line of what it says; the next ones too where a line but leads up to them."""
+    said = ""
+    for line in str(error).split("\n"):
+        said = f"{said} {line.strip()}".strip()
+        if said and not said.endswith(":"):
+            break
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+
+
 class PipeplanError(Exception):
     """Base of all errors of pipeplan.
 

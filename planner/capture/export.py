@@ -32,7 +32,7 @@ from planner.capture.seeds import RandomStream
 from planner.capture.values import HiddenTensorError
 from planner.capture.watch import LOSS, Watch, reached_apart
 from planner.capture.weightless import Fakes
-from planner.errors import InputError
+from planner.errors import InputError, words_of
 
 
 class Role(StrEnum):
@@ -306,10 +306,9 @@ def _refusal(
     line = user_line(error, model_file.path)
     where = f"{model_file.path}:{line}" if line else str(model_file.path)
     inside = None if line else library_line(error)
-    words = str(error).strip().splitlines() or [type(error).__name__]
     return InputError(
         f"{where}: torch.export cannot take the model, and no smaller module holds what it stops at "
-        f"({type(error).__name__}: {words[0]}{f', at {inside}' if inside else ''})",
+        f"({words_of(error)}{f', at {inside}' if inside else ''})",
         hint="do what depends on the values of tensors, a loss too, in a module of its own that the model calls (it is "
         "then kept whole)",
     )

@@ -33,7 +33,7 @@ from torch.nn.parameter import is_lazy
 
 from planner.capture.batch import Batch, check, shown
 from planner.capture.seeds import RandomStream, folded
-from planner.errors import InputError
+from planner.errors import InputError, words_of
 from planner.files import read_text
 
 _numbers = itertools.count()
@@ -187,7 +187,7 @@ class ModelFile:
         hint = "mend it in the model file"
         if "more than 1 value per channel" in str(error):
             hint = "batch norm needs more samples in a micro-batch, such as --microbatch 2,4"
-        return InputError(f"{where} raised {_said(error)}", hint=hint)
+        return InputError(f"{where} raised {words_of(error)}", hint=hint)
 
 
 def load_model_file(path: Path) -> ModelFile:
@@ -251,7 +251,7 @@ def _run(path: Path) -> dict[str, Any]:
     except (Exception, SystemExit) as error:
         line_number = user_line(error, path)
         where = f"{path}:{line_number}" if line_number else str(path)
-        raise InputError(f"{where}: raised {_said(error)}", hint=_mend(error)) from error
+        raise InputError(f"{where}: raised {words_of(error)}", hint=_mend(error)) from error
     finally:
         sys.argv = given
     return module.__dict__
@@ -292,11 +292,6 @@ def library_line(error: BaseException) -> str | None:
 def lacks_memory(error: BaseException) -> bool:
     """Whether an error says that there is too little memory: of the device, or of this process."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error).lower()
-
-
-def _said(error: BaseException) -> str:
-    words = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {words[0]}" if words else type(error).__name__
 
 
 def _own_loss(output: Any) -> Any:

@@ -24,7 +24,7 @@ from planner.capture.made_up import RealCall
 from planner.capture.model_file import lacks_memory, library_line
 from planner.capture.opaque import OpaqueCall
 from planner.capture.weightless import Fakes
-from planner.errors import InputError, PipeplanError
+from planner.errors import InputError, PipeplanError, words_of
 
 
 @dataclass(slots=True, kw_only=True)
@@ -189,12 +189,10 @@ def _refusing(call: OpaqueCall | None) -> Iterator[None]:
     except Exception as fault:
         if call is None or lacks_memory(fault):  # a smaller micro-batch may do
             raise
-        words = str(fault).strip().splitlines()
-        said = f"{type(fault).__name__}: {words[0]}" if words else type(fault).__name__
         place = library_line(fault)
         raise InputError(
-            f"module {call.name}, which is kept whole, raised {said}{f' ({place})' if place else ''}, as it does not "
-            "in the model as written",
+            f"module {call.name}, which is kept whole, raised {words_of(fault)}{f' ({place})' if place else ''}, as it "
+            "does not in the model as written",
             hint="what one module kept whole gives another takes a gradient, detached or not: detach() it where it is "
             "read too, before numpy() or a change in place",
         ) from fault

@@ -15,7 +15,7 @@ from planner.allocator import keep_freed_memory
 from planner.capture import Capture, CapturedEdge, ModelFile, capture
 from planner.capture.export import called
 from planner.capture.model_file import lacks_memory
-from planner.errors import InputError
+from planner.errors import InputError, words_of
 from planner.measure.held import HeldBytes, measure_held
 from planner.measure.layerwise import TooLargeError, measure_layerwise, optimizer_weights
 from planner.measure.machine import free_bytes, this_device
@@ -226,9 +226,8 @@ def _model_raised(model_file: ModelFile, size: int, error: BaseException) -> Exc
         return fault
     except Exception as fault:  # noqa: BLE001 - the user's code may raise anything
         return model_file.raised(fault, "model()'s forward")
-    said = str(error).strip().splitlines()
     return InputError(
-        f"{model_file.path}: training one micro-batch raised {type(error).__name__}: {said[0] if said else ''}",
+        f"{model_file.path}: training one micro-batch raised {words_of(error)}",
         hint="the model must train in plain PyTorch; --debug shows where it stopped",
     )
 

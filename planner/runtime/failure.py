@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import planner
-from planner.errors import InputError, PipeplanError, RunError
+from planner.errors import InputError, PipeplanError, RunError, words_of
 from planner.runtime.board import Slot, State
 from planner.runtime.job import RunJob
 from planner.schedules import Action
@@ -89,10 +89,8 @@ def raised(error: BaseException, where: str) -> Failure:
         details = _told(cause) if cause is not None else ""
         message = f"{where}: {error.message}" if isinstance(error, RunError) else error.message
         return Failure(message=message, hint=error.hint, exit_code=error.exit_code, details=details)
-    words = str(error).strip().rstrip(".").splitlines()
-    said = f"{type(error).__name__}: {words[0]}" if words else type(error).__name__
     return Failure(
-        message=f"{where}: {said}",
+        message=f"{where}: {words_of(error).rstrip('.')}",
         hint="see the traceback above",
         details=_told(error),
     )

@@ -95,6 +95,14 @@ WRONG = {
         ":4: model() raised TypeError",
         "mend",
     ),
+    "model raises in several lines": (
+        HEAD
+        + "def model():\n    raise ValueError('wrong field:\\n  depth is not a number\\nand so on')\n"
+        + BATCH
+        + LOSS,
+        ":4: model() raised ValueError: wrong field: depth is not a number",
+        "mend",
+    ),
     "model of the wrong kind": (
         HEAD + "def model():\n    return 3\n" + BATCH + LOSS,
         ":3: model() returned int 3, no module",
