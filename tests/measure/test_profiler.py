@@ -125,7 +125,7 @@ def test_the_clock_takes_off_what_others_took() -> None:
 
 
 VISITS = 8
-"""Of each stage: on a machine that others share, medians of three are over 5 % off one time in two."""
+"""Of each stage: on a machine that others share, medians of three visits are over 5 % off more often than not."""
 
 
 @pytest.mark.slow

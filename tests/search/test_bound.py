@@ -83,7 +83,7 @@ def recompute_word(choices: tuple[bool, ...]) -> str:
 
 
 @given(seed=SEEDS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_no_order_of_a_cut_is_faster_than_its_bound(
     seed: int,
 ) -> None:
