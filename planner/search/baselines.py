@@ -10,10 +10,11 @@ from typing import Final
 from planner.cluster import memory_limit
 from planner.graph import LayerGraph
 from planner.schedules import Placement, ScheduleName, build, default_warmup
+from planner.search.bound import cut_bound
 from planner.search.job import job_of_cut
 from planner.search.result import Baseline, Candidate
 from planner.search.space import Asked, Configuration, copies_for
-from planner.simulate import simulate
+from planner.simulate import Job, Walk, simulate
 
 MOST_ACTIONS: Final = 200_000
 """A pipeline of more actions is not timed: it would take longer than the search."""
@@ -22,7 +23,10 @@ Split = Callable[[LayerGraph, int], list[list[str]]]
 
 
 def baselines(graph: LayerGraph, asked: Asked, sizes: Sequence[int]) -> tuple[Baseline, ...]:
-    """Each at the measured micro-batch size that suits it best, under 1F1B as it comes."""
+    """Each at the measured micro-batch size that suits it best, under 1F1B as it comes.
+
+    Sizes are timed in order of their bound, until the next one's passes the best time.
+    """
     most = min(asked.gpus, len(graph))
     made = [_best("one GPU", graph, asked, sizes, 1, even_by_count)]
     if most > 1:
@@ -42,44 +46,44 @@ def _most_replicas(asked: Asked, sizes: Sequence[int]) -> int:
 def _best(
     name: str, graph: LayerGraph, asked: Asked, sizes: Sequence[int], ranks: int, split: Split, *, data: int = 1
 ) -> Baseline:
-    limit = memory_limit(asked.cluster)
+    limit, cut = memory_limit(asked.cluster), split(graph, ranks)
+    shapes = [one_stage_a_rank(asked, ranks, size, data) for size in sizes if asked.global_batch % (size * data) == 0]
+    shapes = [one for one in shapes if ranks == 1 or 2 * ranks * one.num_microbatches <= MOST_ACTIONS]
+    jobs = [(one, job_of_cut(graph, asked, one, cut)) for one in shapes]
+    bounds = [cut_bound(Walk(job), fused=True) for _, job in jobs]
     best: tuple[bool, float, Candidate] | None = None
-    for size in sizes:
-        actions = 2 * ranks * (asked.global_batch // (size * data))
-        if asked.global_batch % (size * data) == 0 and (ranks == 1 or actions <= MOST_ACTIONS):
-            candidate = by_hand(graph, asked, split(graph, ranks), size, data=data)
-            fits = limit is None or candidate.peak_memory_bytes <= limit
-            if best is None or (not fits, candidate.iteration_s) < best[:2]:
-                best = (not fits, candidate.iteration_s, candidate)
+    for place in sorted(range(len(jobs)), key=bounds.__getitem__):
+        if best is not None and not best[0] and bounds[place] >= best[1]:
+            break
+        candidate = by_hand(*jobs[place])
+        fits = limit is None or candidate.peak_memory_bytes <= limit
+        if best is None or (not fits, candidate.iteration_s) < best[:2]:
+            best = (not fits, candidate.iteration_s, candidate)
     if best is None:
         return Baseline(name=name, candidate=None, fits=False)
     return Baseline(name=name, candidate=best[2], fits=not best[0])
 
 
-def by_hand(graph: LayerGraph, asked: Asked, cut: list[list[str]], microbatch_size: int, *, data: int = 1) -> Candidate:
-    """A given cut under plain 1F1B."""
-    configuration = Configuration(
-        pipeline=len(cut),
+def one_stage_a_rank(asked: Asked, ranks: int, size: int, data: int = 1) -> Configuration:
+    """The shape of a pipeline of one stage a rank, at a micro-batch size."""
+    return Configuration(
+        pipeline=ranks,
         data=data,
         tensor=1,
         virtual=1,
         placement=Placement.LOOP,
-        microbatch_size=microbatch_size,
-        num_microbatches=asked.global_batch // (microbatch_size * data),
+        microbatch_size=size,
+        num_microbatches=asked.global_batch // (size * data),
     )
-    ranks, count = configuration.pipeline, configuration.num_microbatches
-    warmup = default_warmup(ScheduleName.ONE_F_ONE_B, num_ranks=ranks, virtual=1, num_microbatches=count)
-    schedule = build(
-        ScheduleName.ONE_F_ONE_B,
-        num_ranks=ranks,
-        virtual=1,
-        num_microbatches=count,
-        placement=Placement.LOOP,
-        warmup=warmup,
-    )
-    job = job_of_cut(graph, asked, configuration, cut)
+
+
+def by_hand(shape: Configuration, job: Job) -> Candidate:
+    """A given cut under plain 1F1B."""
+    count = {"num_ranks": shape.pipeline, "virtual": 1, "num_microbatches": shape.num_microbatches}
+    warmup = default_warmup(ScheduleName.ONE_F_ONE_B, **count)
+    schedule = build(ScheduleName.ONE_F_ONE_B, **count, placement=Placement.LOOP, warmup=warmup)
     return Candidate(
-        configuration=configuration,
+        configuration=shape,
         job=job,
         schedule=ScheduleName.ONE_F_ONE_B,
         warmup=warmup,
