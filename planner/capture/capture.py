@@ -15,6 +15,7 @@ from planner.capture.analysis import Analysis, needed, settled
 from planner.capture.batch import Batch, to_device
 from planner.capture.dataflow import use_newest_aliases
 from planner.capture.export import Autocast, Role, export
+from planner.capture.grouped import group_heads
 from planner.capture.layers import Granularity
 from planner.capture.masks import fold_masks
 from planner.capture.model_file import ModelFile
@@ -153,6 +154,7 @@ def capture(
     if model_file.autocast is not None:
         lifted.autocast = Autocast(device=torch.device(device).type, dtype=model_file.autocast)
     fold_masks(lifted)
+    group_heads(lifted, module, model_file, batch, fakes or Fakes(device))
     use_newest_aliases(lifted)
     try:
         with RandomStream(seed):

@@ -171,7 +171,7 @@ def _exported(
     apart = rebuilt(batch, copies)
     wrapper = WithLoss(model, model_file, watch).train()
     faked = contextlib.nullcontext() if fakes is None else fakes.exporting(model)
-    with _quiet(io.StringIO()), faked, stand_ins.placed(), watch.watching(), _masks_unlooked_at():
+    with quiet(), faked, stand_ins.placed(), watch.watching(), _masks_unlooked_at():
         return torch.export.export(wrapper, (apart.inputs, apart.target), strict=False)
 
 
@@ -341,8 +341,9 @@ def _masks_unlooked_at() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet(noise: io.StringIO) -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Export prints the graph where it fails, and warns of what does not matter here: keep both off the terminal."""
+    noise = io.StringIO()
     logger = logging.getLogger("torch")
     level = logger.level
     logger.setLevel(logging.CRITICAL)

@@ -22,7 +22,7 @@ def fold_masks(lifted: Lifted) -> None:
     for node in lifted.graph.nodes:
         if node.op != "call_function" or op_of(node) is not torch.ops.aten.scaled_dot_product_attention.default:
             continue
-        mask = node.args[_MASK] if len(node.args) > _MASK else node.kwargs.get("attn_mask")
+        mask = mask_of(node)
         causal = node.args[_CAUSAL] if len(node.args) > _CAUSAL else node.kwargs.get("is_causal", False)
         if not isinstance(mask, fx.Node) or causal:
             continue
@@ -30,6 +30,11 @@ def fold_masks(lifted: Lifted) -> None:
         meaning = None if value is None else _meaning(value)
         if meaning is not None:
             _replace(node, causal=meaning == "causal")
+
+
+def mask_of(attention: fx.Node) -> Any:
+    """What an attention op is given as its mask."""
+    return attention.args[_MASK] if len(attention.args) > _MASK else attention.kwargs.get("attn_mask")
 
 
 def _replace(node: fx.Node, *, causal: bool) -> None:
