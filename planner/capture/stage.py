@@ -32,10 +32,14 @@ class Forwarded:
 
 
 class _Receive(torch.autograd.Function):
-    """A received tensor's place in the autograd graph: its gradient is put into a box, with the layout it came in."""
+    """A received tensor's place in the autograd graph: its gradient is put into a box, with the layout it came in.
+
+    What makes it a place is ``token``, which requires a gradient: were the tensor a leaf that does, its memory would be
+    held as long as the graph, though no backward reads it.
+    """
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, box: dict[str, Tensor], name: str) -> Tensor:
+    def forward(ctx: Any, token: Tensor, tensor: Tensor, box: dict[str, Tensor], name: str) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.box, ctx.name = box, name
         return tensor.view_as(tensor)
@@ -44,7 +48,7 @@ class _Receive(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor | None) -> Any:
         if gradient is not None:
             ctx.box[ctx.name] = gradient
-        return None, None, None
+        return None, None, None, None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -256,7 +260,7 @@ class Stage:
         with torch.enable_grad(), program.autocast():
             for boundary, tensor in zip(program.receives, tensors, strict=True):
                 if program.index in boundary.grad_readers:
-                    tensor = _Receive.apply(tensor.detach().requires_grad_(), pending.box, boundary.name)  # type: ignore[no-untyped-call]
+                    tensor = _Receive.apply(self._token, tensor.detach(), pending.box, boundary.name)  # type: ignore[no-untyped-call]
                     if boundary.grad_readers[-1] > program.index:
                         pending.edges[boundary.name] = get_gradient_edge(tensor)
                 aliases.append(tensor)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -13,15 +13,18 @@ from torch.distributed.distributed_c10d import Store
 from planner.capture import Capture, ModelFile, StageProgram
 from planner.capture.shard import shard
 from planner.capture.sharding import Sharding
+from planner.cluster import Cluster, link_between
 from planner.errors import InputError
 from planner.plan import Plan
 from planner.runtime.board import State, Writer
+from planner.runtime.channels import KERNEL_BYTES
 from planner.runtime.groups import Communicators, Group
 from planner.runtime.initial import initial_weights
 from planner.runtime.job import Place, RunJob
 from planner.runtime.messages import RankProgram, check_routes, rank_programs
 from planner.runtime.owners import loss_process, tellers, writing_ranks
 from planner.runtime.parts import TensorParts
+from planner.runtime.posting import Forecast, posts
 from planner.runtime.trainer import Shape, Trainer, routes_of
 from planner.runtime.transport import Transport
 from planner.schedules import Action, Letter
@@ -68,7 +71,8 @@ def assemble(
     if not job.in_parts:  # all the model's, on this device: the run makes its own
         for parameter in captured.module.parameters():
             parameter.data = parameter.data.new_empty(0)
-    rank_program = rank_programs(job.schedule, found, seconds=lambda action: _foretold_s(plan, action))
+    rank_program = rank_programs(job.schedule, found)
+    posted = posts([program.steps for program in rank_program], _forecast(plan, programs, device))
     communicators = Communicators(store, device=device, one_node=job.one_node)
     control = Group(communicators.make("control", place.process, job.num_processes, on_cpu=True))
     board.at(State.STARTING)
@@ -90,7 +94,7 @@ def assemble(
         programs=programs,
         recompute=[stage.recompute for stage in plan.stages],
         found=found,
-        program=rank_program[place.rank],
+        program=replace(rank_program[place.rank], posts=posted[place.rank]),
         shape=Shape(
             microbatch_size=plan.batch.microbatch,
             num_microbatches=plan.batch.microbatches,
@@ -141,6 +145,23 @@ def _foretold_s(plan: Plan, action: Action) -> float:
             return cost.backward_weight_s
 
 
+def _forecast(plan: Plan, programs: Sequence[StageProgram], device: torch.device) -> Forecast:
+    """What the plan says of a step, of messages as large as they are."""
+    sizes = {boundary.name: boundary.num_bytes for program in programs for boundary in program.sends}
+    cluster, parallel = plan.cluster or Cluster(), plan.parallel
+    held = [0] * parallel.pipeline
+    for stage in plan.stages:
+        held[stage.rank] += stage.parameter_bytes + stage.trainable_bytes + stage.saved_bytes
+    return Forecast(
+        action_s=lambda action: _foretold_s(plan, action),
+        message_bytes=sizes.__getitem__,
+        link=lambda a, b: link_between(a, b, data=parallel.data, tensor=parallel.tensor, cluster=cluster),
+        overlap=cluster.overlap is not False,
+        buffered_bytes=KERNEL_BYTES if device.type == "cpu" else 0,
+        held_bytes=held,
+    )
+
+
 def _transport(communicators: Communicators, place: Place, programs: Sequence[RankProgram]) -> Transport:
     """The links between the ranks of one pipeline."""
     pairs = sorted({(sender, program.rank) for program in programs for sender in program.inbox})
@@ -151,7 +172,6 @@ def _transport(communicators: Communicators, place: Place, programs: Sequence[Ra
         rank=place.rank,
         pairs=pairs,
         inbox=mine.inbox,
-        windows=mine.windows,
         device=communicators.device,
     )
 

@@ -1,10 +1,10 @@
 """One-way channels between two ranks: what is handed over at one end arrives at the other in the same order.
 
 On the CPU a channel is a plain socket. The sender writes into it at once, from the thread that computes, and leaves to
-another thread only what the kernel's buffer does not take. The receiver reads when it needs a message, or, where
-messages are too large to wait in the kernel's buffer, has a thread read beside the compute. So a message of a few
-kilobytes costs two system calls and wakes nobody but who waits for it: tens of microseconds, where gloo's send and
-receive take hundreds. On CUDA it is an NCCL communicator of two.
+another thread only what the kernel's buffer does not take. The receiver reads when it needs a message, or, where a
+large one is to come before it is needed, has a thread read beside the compute. So a message of a few kilobytes costs
+two system calls and wakes nobody but who waits for it: tens of microseconds, where gloo's send and receive take
+hundreds. On CUDA it is an NCCL communicator of two.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch.distributed.distributed_c10d import Store
 from planner.runtime.groups import Communicators, LostContactError
 
 BULKY_BYTES = 32 << 10
-"""A message of more bytes is read by a thread, beside the compute: several of them may not fit the kernel's buffer."""
-_KERNEL_BYTES = 4 << 20
+"""A message of more bytes may be read by a thread, beside the compute; waking that takes as long as reading less."""
+KERNEL_BYTES = 4 << 20
 """What the kernel may hold of a channel at each end; it grants less where the system says so."""
 _NO_WAIT = getattr(socket, "MSG_DONTWAIT", 0)
 _PATIENCE_S = 600.0
@@ -55,8 +55,11 @@ class Sender(Protocol):
 class Receiver(Protocol):
     """The end of a channel at which messages arrive."""
 
-    def post(self, flat: torch.Tensor) -> Work:
-        """Let the next message be put into a dense row of bytes of its size; does not wait."""
+    def post(self, tensor: torch.Tensor, num_bytes: int, *, ahead: bool) -> Work:
+        """Let the next message be put where a tensor's first element is, and on from there; does not wait.
+
+        ``ahead``: it will be waited for later, and is to come in beside the compute.
+        """
 
 
 def open_sender(communicators: Communicators, name: str, receiver: int) -> Sender:
@@ -95,7 +98,7 @@ class SocketSender:
         host, port, token = store.get(f"channel/{name}").decode().rsplit(":", 2)
         try:
             made = socket.create_connection((host, int(port)), timeout=_PATIENCE_S)
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _KERNEL_BYTES)
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_BYTES)
             made.sendall(token.encode())
         except OSError as error:
             raise LostContactError(f"rank {receiver}", error) from None
@@ -150,11 +153,12 @@ class SocketSender:
 class _Arrival:
     """A message that is to come; ``landed`` is locked until it is there, where a thread reads it."""
 
-    __slots__ = ("_receiver", "error", "flat", "is_here", "landed")
+    __slots__ = ("_receiver", "error", "is_here", "landed", "num_bytes", "tensor")
 
-    def __init__(self, receiver: SocketReceiver, flat: torch.Tensor) -> None:
+    def __init__(self, receiver: SocketReceiver, tensor: torch.Tensor, num_bytes: int) -> None:
         self._receiver = receiver
-        self.flat = flat
+        self.tensor: torch.Tensor | None = tensor
+        self.num_bytes = num_bytes
         self.is_here = False
         self.landed: threading.Lock | None = None
         self.error: Exception | None = None
@@ -171,7 +175,7 @@ class _Arrival:
 
 
 class SocketReceiver:
-    """Reads when a message is waited for; from the first bulky one on a thread reads ahead."""
+    """Reads when a message is waited for; a thread reads bulky ones that are posted ahead."""
 
     def __init__(self, store: Store, name: str, sender: int, host: str) -> None:
         """Listen at an address of this machine, and wait for the other end: it knows the token in the store."""
@@ -181,7 +185,7 @@ class SocketReceiver:
         try:
             with socket.create_server((host, 0), family=family) as server:
                 server.settimeout(_PATIENCE_S)
-                server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _KERNEL_BYTES)  # accepted ones inherit it
+                server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, KERNEL_BYTES)  # accepted ones inherit it
                 store.set(f"channel/{name}", f"{host}:{server.getsockname()[1]}:{token}")
                 while True:
                     made, _ = server.accept()
@@ -193,20 +197,16 @@ class SocketReceiver:
             raise LostContactError(f"rank {sender}", error) from None
         self._socket = _ready(made)
         self._posted: deque[_Arrival] = deque()
-        self._ahead: SimpleQueue[_Arrival] | None = None
+        self._ahead: SimpleQueue[_Arrival] = SimpleQueue()
+        self._last_left: _Arrival | None = None
 
-    def post(self, flat: torch.Tensor) -> _Arrival:
-        """Let the next message be put into ``flat``."""
-        arrival = _Arrival(self, flat)
-        if self._ahead is None and flat.nbytes > BULKY_BYTES:
-            self._ahead = SimpleQueue()
+    def post(self, tensor: torch.Tensor, num_bytes: int, *, ahead: bool) -> _Arrival:
+        """Let the next message be put into a tensor."""
+        arrival = _Arrival(self, tensor, num_bytes)
+        self._posted.append(arrival)
+        if (ahead and num_bytes > BULKY_BYTES) or not (self._last_left is None or self._last_left.is_here):
             while self._posted:
                 self._leave(self._posted.popleft())
-            threading.Thread(target=self._read_ahead, args=(self._ahead,), name="receives", daemon=True).start()
-        if self._ahead is None:
-            self._posted.append(arrival)
-        else:
-            self._leave(arrival)
         return arrival
 
     def read_until(self, arrival: _Arrival) -> None:
@@ -216,21 +216,24 @@ class SocketReceiver:
 
     def _leave(self, arrival: _Arrival) -> None:
         """Leave a message to the thread."""
-        assert self._ahead is not None
+        if self._last_left is None:
+            threading.Thread(target=self._read_ahead, name="receives", daemon=True).start()
+        self._last_left = arrival
         arrival.landed = threading.Lock()
         arrival.landed.acquire()
         self._ahead.put(arrival)
 
-    def _read_ahead(self, ahead: SimpleQueue[_Arrival]) -> None:
+    def _read_ahead(self) -> None:
         while True:
-            arrival = ahead.get()
+            arrival = self._ahead.get()
             self._read(arrival)
             assert arrival.landed is not None
             arrival.landed.release()
 
     def _read(self, arrival: _Arrival) -> None:
-        num_bytes = arrival.flat.nbytes
-        memory = _memory(arrival.flat, num_bytes)
+        num_bytes = arrival.num_bytes
+        assert arrival.tensor is not None
+        memory = _memory(arrival.tensor, num_bytes)
         count = 0
         try:
             while count < num_bytes:
@@ -241,10 +244,16 @@ class SocketReceiver:
                 count += came
         except OSError as error:
             arrival.error = LostContactError(f"rank {self._sender}", error)
+        arrival.tensor = None  # whoever took it lets go of it when it will
         arrival.is_here = True
 
 
 # --- CUDA -------------------------------------------------------------------------------------------------------------
+
+
+def _row(tensor: torch.Tensor, num_bytes: int) -> torch.Tensor:
+    """The bytes from a tensor's first element on."""
+    return tensor.as_strided((num_bytes // tensor.itemsize,), (1,)).view(torch.uint8)
 
 
 class NcclSender:
@@ -258,7 +267,7 @@ class NcclSender:
 
     def send(self, tensor: torch.Tensor, num_bytes: int) -> None:
         """Hand over a message."""
-        flat = tensor.as_strided((num_bytes // tensor.itemsize,), (1,)).view(torch.uint8)
+        flat = _row(tensor, num_bytes)
         try:
             work = self._group.send([flat], 1, 0)
         except RuntimeError as error:
@@ -283,10 +292,10 @@ class NcclReceiver:
         self._group = group
         self._sender = sender
 
-    def post(self, flat: torch.Tensor) -> _NcclArrival:
-        """Let the next message be put into ``flat``."""
+    def post(self, tensor: torch.Tensor, num_bytes: int, *, ahead: bool) -> _NcclArrival:
+        """Let the next message be put into a tensor."""
         try:
-            return _NcclArrival(self._group.recv([flat], 0, 0), self._sender)
+            return _NcclArrival(self._group.recv([_row(tensor, num_bytes)], 0, 0), self._sender)
         except RuntimeError as error:
             raise LostContactError(f"rank {self._sender}", error) from None
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from planner.capture import Batch, RandomKey, Stage
 from planner.runtime.board import State, Writer
-from planner.runtime.messages import Key, RankProgram, Step
+from planner.runtime.messages import Key, Post, RankProgram, Step
 from planner.runtime.transport import Transport
 from planner.schedules import Letter
 
@@ -70,13 +70,16 @@ class Span:
 class _Move:
     """A step made ready to run: tensors that other actions read lie in numbered places of the rank."""
 
-    __slots__ = ("drops", "is_last", "keeps", "letter", "microbatch", "reads", "sends", "stage", "waits")
+    __slots__ = ("drops", "is_last", "keeps", "letter", "microbatch", "posts", "reads", "sends", "stage", "waits")
 
-    def __init__(self, step: Step, stage: Stage, place_of: Callable[[Key], int], *, is_last: bool) -> None:
+    def __init__(
+        self, step: Step, stage: Stage, posts: Sequence[Post], place_of: Callable[[Key], int], *, is_last: bool
+    ) -> None:
         """``is_last``: the stage's gradients are whole after this step."""
         _, self.letter, self.microbatch = step.action
         self.stage = stage
         self.is_last = is_last
+        self.posts = posts
         self.waits = tuple((sender, number, place_of(key)) for sender, number, key in step.waits)
         self.reads = tuple((key.name, place_of(key)) for key in step.reads)
         self.drops = tuple(map(place_of, step.drops))
@@ -111,10 +114,11 @@ class Executor:
             _Move(
                 step,
                 stages[step.action.stage],
+                posts,
                 lambda key: places.setdefault(key, len(places)),
                 is_last=last.get(step.action.stage) is step,
             )
-            for step in program.steps
+            for step, posts in zip(program.steps, program.posts or ((),) * len(program.steps), strict=True)
         ]
         self._held: list[Tensor | None] = [None] * len(places)
 
@@ -131,6 +135,8 @@ class Executor:
         losses: dict[int, Tensor] = {}
         spans: list[Span] = []
         for position, move in enumerate(self._moves):
+            for sender, count in move.posts:
+                transport.post(sender, count)  # type: ignore[union-attr]
             if move.waits:
                 assert transport is not None, "messages need a transport"
                 board.at(State.WAITING, position)
@@ -147,8 +153,6 @@ class Executor:
             for place, name in move.keeps:
                 held[place] = made[name]
             del made
-            if move.waits:
-                transport.post_ahead()  # type: ignore[union-attr]
             if move.is_last and done is not None:
                 done(move.stage)
         return losses, tuple(spans)

@@ -116,7 +116,6 @@ class _Player:
             rank=self._rank,
             pairs=((0, 1), (1, 0)),
             inbox={self._other: tuple(Kind("F", str(size), self._rank) for size in sizes)},
-            windows={self._other: 2},
             device=self._device,
         )
 
@@ -145,12 +144,13 @@ class _Player:
     def _alone(self) -> tuple[dict[int, list[float]], dict[int, list[float]]]:
         """By size: the moments at which messages were handed over here, and at which the other's were there."""
         link = self._link("alone", SIZES)
-        link.begin(ALONE_STEPS)
         handed: dict[int, list[float]] = {size: [] for size in SIZES}
         taken: dict[int, list[float]] = {size: [] for size in SIZES}
         for _ in range(ALONE_STEPS):
             for place, size in enumerate(SIZES):
                 for turn in (0, 1):
+                    if turn != self._rank:
+                        link.post(self._other, place + 1)
                     self._between()
                     if turn == self._rank:
                         time.sleep(PAUSE_S)
@@ -159,23 +159,21 @@ class _Player:
                         link.take(self._other, place)
                         self._settle()
                         taken[size].append(time.perf_counter())
-                        link.post_ahead()
             link.next_step()
         link.close()
         return handed, taken
 
     def _beside(self, link: Transport, rounds: Mapping[int, int]) -> dict[int, float]:
         """Seconds of an exchange of each size beside rounds of compute: medians."""
-        link.begin(STEPS)
         rows: dict[int, list[float]] = {size: [] for size in BESIDE}
         for _ in range(STEPS):
             for place, size in enumerate(BESIDE):
+                link.post(self._other, place + 1)
                 start = self._send(link, size)
                 self._compute(rounds.get(size, 0))
                 link.take(self._other, place)
                 self._settle()
                 rows[size].append(time.perf_counter() - start)
-                link.post_ahead()
             link.next_step()
         return {size: median(row[WARM_UP:]) for size, row in rows.items()}
 

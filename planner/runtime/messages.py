@@ -68,6 +68,10 @@ class Kind(NamedTuple):
         return self.way in ("D", "U")
 
 
+Post = tuple[int, int]
+"""A sending rank, and how many of its messages of a training step have their receives posted by then."""
+
+
 @record
 class Routes:
     """The boundaries of a cut by stage, and the ranks of the stages."""
@@ -187,15 +191,12 @@ class RankProgram:
     tied: tuple[TiedStep, ...]
     inbox: Mapping[int, tuple[Kind, ...]]
     """Per sending rank: all its messages of a step to this one, in order."""
-    windows: Mapping[int, int]
-    """Per sending rank: how many receives are posted ahead."""
+    posts: tuple[tuple[Post, ...], ...] = ()
+    """Per step what is posted as it begins, as planner.runtime.posting has it; none: all only when waited for."""
 
 
-def rank_programs(schedule: Schedule, found: Routes, *, seconds: Callable[[Action], float]) -> tuple[RankProgram, ...]:
-    """What each rank does.
-
-    ``seconds`` foretells an action's duration: it only decides how far ahead receives are posted.
-    """
+def rank_programs(schedule: Schedule, found: Routes) -> tuple[RankProgram, ...]:
+    """What each rank does."""
     tied = _tied_steps(found, len(schedule))
     handed = {rank: _handed_over(order, found) for rank, order in enumerate(schedule)}
     inboxes: list[dict[int, list[Key]]] = [{} for _ in schedule]
@@ -208,7 +209,6 @@ def rank_programs(schedule: Schedule, found: Routes, *, seconds: Callable[[Actio
         {key: (sender, place) for sender, keys in inbox.items() for place, key in enumerate(keys)} for inbox in inboxes
     ]
     steps = [_rank_steps(order, handed[rank], found, rank, places[rank]) for rank, order in enumerate(schedule)]
-    windows = _windows(steps, inboxes, seconds)
     closing = [
         [replace(step, waits=places[rank].get(step.reads)) if step.reads else step for step in tied[rank]]
         for rank in range(len(schedule))
@@ -219,7 +219,6 @@ def rank_programs(schedule: Schedule, found: Routes, *, seconds: Callable[[Actio
             steps=tuple(steps[rank]),
             tied=tuple(closing[rank]),
             inbox={sender: tuple(Kind(*key[:3]) for key in keys) for sender, keys in inboxes[rank].items()},
-            windows=windows[rank],
         )
         for rank in range(len(schedule))
     )
@@ -317,41 +316,3 @@ def _tied_steps(found: Routes, num_ranks: int) -> list[list[TiedStep]]:
                     )
                 )
     return made
-
-
-# --- how far ahead ----------------------------------------------------------------------------------------------------
-
-
-def _windows(
-    steps: Sequence[Sequence[Step]], inboxes: Sequence[Mapping[int, Sequence[Key]]], seconds: Callable[[Action], float]
-) -> list[dict[int, int]]:
-    """Per rank and sender: the most messages that lie waiting at once when all goes as foretold, and one more.
-
-    With so many receives posted a message never waits for its receive, and buffers follow the schedule, not M.
-    """
-    handed: dict[tuple[int, Key], float] = {}
-    taken: dict[tuple[int, Key], float] = {}
-    clocks = [0.0] * len(steps)
-    at = [0] * len(steps)
-    moved = True
-    while moved:
-        moved = False
-        for rank, row in enumerate(steps):
-            while at[rank] < len(row) and all((rank, key) in handed for _, _, key in row[at[rank]].waits):
-                step = row[at[rank]]
-                arrivals = [(rank, key) for _, _, key in step.waits]
-                start = max([clocks[rank], *(handed[arrival] for arrival in arrivals)])
-                taken.update((arrival, start) for arrival in arrivals)
-                clocks[rank] = start + seconds(step.action)
-                handed.update(((receiver, key), clocks[rank]) for receiver, key in step.sends)
-                at[rank] += 1
-                moved = True
-    windows: list[dict[int, int]] = []
-    for rank, inbox in enumerate(inboxes):
-        row_windows = {}
-        for sender, keys in inbox.items():
-            flights = [(handed[rank, key], taken[rank, key]) for key in keys if key.microbatch >= 0]
-            most = max((sum(h <= moment < t for h, t in flights) for moment, _ in flights), default=0)
-            row_windows[sender] = most + 1
-        windows.append(row_windows)
-    return windows

@@ -66,7 +66,7 @@ def train_whole(
     order = tuple(
         Action(0, letter, m) for m in range(shape.num_microbatches) for letter in (Letter.FORWARD, Letter.BACKWARD)
     )
-    (program,) = rank_programs((order,), found, seconds=lambda action: 0.0)
+    (program,) = rank_programs((order,), found)
     module = initial_weights(model_file, seed, files=initial)
     trainer = Trainer(
         model_file=model_file,

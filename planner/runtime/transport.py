@@ -1,9 +1,9 @@
 """Tensors between ranks: one channel per ordered pair, receives posted ahead, sends that do not wait.
 
-What travels is the dense stretch of storage that a tensor spans; the receiver rebuilds shape and strides over it, so a
-tensor arrives laid out as it left (dropout draws in memory order; a kernel may choose by strides). The first message of
-a kind tells its layout in a header; all later ones have the same. Sums of tied gradients tell it each time, as there
-may be none in one step and one in the next. A buffer is used again as soon as nothing shares its storage any more.
+What travels is the dense stretch of storage that a tensor spans, or, where its elements lie apart, these alone; the
+receiver rebuilds shape and strides, so a tensor arrives laid out as it left (dropout draws in memory order; a kernel
+may choose by strides). The first message of a kind tells its layout in a header; all later ones have the same. Sums of
+tied gradients tell it each time, as there may be none in one step and one in the next.
 """
 
 from __future__ import annotations
@@ -49,8 +49,21 @@ class Layout(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on the wire."""
+        """Bytes of that."""
         return self.span * self.dtype.itemsize
+
+    @property
+    def apart(self) -> tuple[int, ...] | None:
+        """The dimensions, outermost in memory first, where elements lie apart; None where they fill it, or share it."""
+        order = sorted(range(len(self.shape)), key=lambda dim: self.strides[dim])
+        reach, count = 1, 1
+        for dim in order:
+            size, stride = self.shape[dim], self.strides[dim]
+            if size == 0 or (size > 1 and stride < reach):
+                return None
+            reach += (size - 1) * stride
+            count *= size
+        return tuple(reversed(order)) if reach > count else None
 
     def numbers(self) -> list[int]:
         """The layout as a header of fixed length."""
@@ -65,116 +78,105 @@ class Layout(NamedTuple):
         return cls(_DTYPES[numbers[0]], tuple(shape), tuple(strides))
 
 
+class _Wire(NamedTuple):
+    """How a tensor travels: itself, or ``packed``, with its dimensions in this order and no gaps."""
+
+    layout: Layout
+    packed: tuple[int, ...] | None
+    num_bytes: int
+
+    @classmethod
+    def of(cls, layout: Layout) -> _Wire:
+        """That of tensors of a layout."""
+        packed = layout.apart
+        if packed is None:
+            return cls(layout, None, layout.num_bytes)
+        return cls(layout, packed, torch.Size(layout.shape).numel() * layout.dtype.itemsize)
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """Memory to receive into."""
+        dtype, shape, strides = self.layout
+        if self.packed is None:
+            return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        return torch.empty([shape[dim] for dim in self.packed], dtype=dtype, device=device)
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What goes over the wire of a tensor, from its first element on."""
+        if tensor.is_conj() or tensor.is_neg():
+            tensor = tensor.resolve_conj().resolve_neg()
+        if self.packed is not None:
+            return tensor.permute(self.packed).contiguous()
+        if tensor.stride() == self.layout.strides:
+            return tensor
+        dtype, shape, strides = self.layout
+        return torch.empty_strided(shape, strides, dtype=dtype, device=tensor.device).copy_(tensor)
+
+    def unpack(self, received: torch.Tensor) -> torch.Tensor:
+        """The tensor as it left."""
+        if self.packed is None:
+            return received
+        dtype, shape, strides = self.layout
+        made = torch.empty_strided(shape, strides, dtype=dtype, device=received.device)
+        made.permute(self.packed).copy_(received)
+        return made
+
+
 # --- receiving --------------------------------------------------------------------------------------------------------
 
 
-class _Buffer:
-    """Bytes that messages are received into; free when no tensor shares them."""
-
-    __slots__ = ("_storage", "_unshared", "flat")
-
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self.flat = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self._storage = self.flat.untyped_storage()
-        self._unshared = torch._C._storage_Use_Count(self._storage._cdata)
-
-    @property
-    def is_free(self) -> bool:
-        return torch._C._storage_Use_Count(self._storage._cdata) <= self._unshared
-
-    def shaped(self, layout: Layout) -> torch.Tensor:
-        """A tensor over the buffer, which is in use as long as that lives."""
-        made = torch.empty(0, dtype=layout.dtype, device=self.flat.device)
-        return made.set_(self._storage, 0, layout.shape, layout.strides)
-
-
-class _Buffers:
-    """Buffers by size."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._all: dict[int, list[_Buffer]] = {}
-        self.total_bytes = 0
-
-    def take(self, num_bytes: int) -> _Buffer:
-        """A free buffer of this size."""
-        row = self._all.setdefault(num_bytes, [])
-        for buffer in row:
-            if buffer.is_free:
-                return buffer
-        self.total_bytes += num_bytes
-        row.append(_Buffer(num_bytes, self._device))
-        return row[-1]
-
-
 class _Inbox:
-    """All messages of one rank to this one, step after step in the same order.
+    """All messages of one rank to this one, step after step in the same order."""
 
-    A message's tensor is made when its receive is posted: once it is there, nothing is left to do.
-    """
-
-    def __init__(self, channel: Receiver, kinds: Sequence[Kind], window: int, device: torch.device) -> None:
+    def __init__(self, channel: Receiver, kinds: Sequence[Kind], device: torch.device) -> None:
         self._channel = channel
         self._kinds = kinds
-        self._window = window
         self._device = device
-        self._layouts: dict[Kind, tuple[Layout, int] | None] = {}
-        self._flying: dict[int, tuple[Work | None, torch.Tensor | None]] = {}
-        self._posted = self._taken = self._base = self._end = 0
-
-    def begin(self, num_steps: int) -> None:
-        """Expect the messages of ``num_steps`` more steps."""
-        self._end += num_steps * len(self._kinds)
+        self._wires: dict[Kind, _Wire | None] = {}
+        self._flying: dict[int, tuple[_Wire, torch.Tensor, Work | None] | None] = {}
+        self._posted = 0
 
     def next_step(self) -> None:
-        self._base += len(self._kinds)
+        self._posted = 0
 
-    def post_ahead(self, buffers: _Buffers) -> None:
-        """Post receives as far as the window, and as layouts are known."""
-        goal = min(self._taken + self._window, self._end)
-        while self._posted < goal:
-            kind = self._kinds[self._posted % len(self._kinds)]
-            if kind not in self._layouts:
+    def post(self, count: int) -> None:
+        """Post the receives of the step's first ``count`` messages, as far as it is known how they travel."""
+        while self._posted < count:
+            kind = self._kinds[self._posted]
+            if kind not in self._wires:
                 return
-            self._post(self._layouts[kind], buffers)
+            self._post(self._wires[kind], ahead=True)
 
-    def take(self, place: int, buffers: _Buffers) -> torch.Tensor | None:
+    def take(self, place: int) -> torch.Tensor | None:
         """The tensor of the step's message number ``place``, waited for."""
-        number = self._base + place
-        while self._posted <= number:
-            kind = self._kinds[self._posted % len(self._kinds)]
-            if kind not in self._layouts:
-                self._layouts[kind] = self._told()
-            self._post(self._layouts[kind], buffers)
+        while self._posted <= place:
+            kind = self._kinds[self._posted]
+            if kind not in self._wires:
+                self._wires[kind] = self._told()
+            self._post(self._wires[kind], ahead=False)
             if kind.is_tied:
-                del self._layouts[kind]
-        work, tensor = self._flying.pop(number)
-        self._taken += 1
+                del self._wires[kind]
+        flying = self._flying.pop(place)
+        if flying is None:
+            return None
+        wire, tensor, work = flying
         if work is not None:
             work.wait()
-        return tensor
+        return wire.unpack(tensor)
 
-    def _post(self, told: tuple[Layout, int] | None, buffers: _Buffers) -> None:
-        tensor = work = None
-        if told is not None:
-            layout, num_bytes = told
-            if num_bytes:
-                buffer = buffers.take(num_bytes)
-                tensor = buffer.shaped(layout)
-                work = self._channel.post(buffer.flat)
-            else:
-                tensor = torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype, device=self._device)
-        self._flying[self._posted] = (work, tensor)
+    def _post(self, wire: _Wire | None, *, ahead: bool) -> None:
+        flying = None
+        if wire is not None:
+            tensor = wire.empty(self._device)
+            work = self._channel.post(tensor, wire.num_bytes, ahead=ahead) if wire.num_bytes else None
+            flying = (wire, tensor, work)
+        self._flying[self._posted] = flying
         self._posted += 1
 
-    def _told(self) -> tuple[Layout, int] | None:
+    def _told(self) -> _Wire | None:
         header = torch.empty(HEADER_NUMBERS, dtype=torch.int64, device=self._device)
-        self._channel.post(header).wait()
+        self._channel.post(header, header.nbytes, ahead=False).wait()
         numbers = header.tolist()
-        if numbers[0] == _ABSENT:
-            return None
-        layout = Layout.from_numbers(numbers)
-        return layout, layout.num_bytes
+        return None if numbers[0] == _ABSENT else _Wire.of(Layout.from_numbers(numbers))
 
 
 # --- sending ----------------------------------------------------------------------------------------------------------
@@ -186,39 +188,30 @@ class _Outbox:
     def __init__(self, channel: Sender, device: torch.device) -> None:
         self.channel = channel
         self._device = device
-        self._layouts: dict[Kind, tuple[Layout, int] | None] = {}
-        """With the bytes of each."""
+        self._wires: dict[Kind, _Wire | None] = {}
 
     def send(self, key: Key, tensor: torch.Tensor | None) -> None:
         """Hand a tensor over; does not wait."""
         kind = Kind(*key[:3])
-        if kind.is_tied or kind not in self._layouts:
+        if kind.is_tied or kind not in self._wires:
             self._tell(kind, None if tensor is None else Layout.of(tensor))
-        told = self._layouts[kind]
-        if tensor is None or told is None:
-            assert (tensor is None) == (told is None), f"{key.name} is there in some steps and not in others"
+        wire = self._wires[kind]
+        if tensor is None or wire is None:
+            assert (tensor is None) == (wire is None), f"{key.name} is there in some steps and not in others"
             return
-        layout, num_bytes = told
-        if tensor.stride() != layout.strides or tensor.shape != layout.shape or tensor.dtype is not layout.dtype:
-            tensor = self._laid_out(tensor, layout, key.name)
-        if tensor.is_conj() or tensor.is_neg():
-            tensor = tensor.resolve_conj().resolve_neg()
-        if num_bytes:
-            self.channel.send(tensor, num_bytes)
-
-    def _laid_out(self, tensor: torch.Tensor, told: Layout, name: str) -> torch.Tensor:
-        """The tensor as all of its kind were said to be."""
-        if tensor.shape != told.shape or tensor.dtype is not told.dtype:
+        dtype, shape, _ = wire.layout
+        if tensor.shape != shape or tensor.dtype is not dtype:
             raise TypeError(
-                f"{name} is {tensor.dtype} {list(tensor.shape)} now and was {told.dtype} {list(told.shape)} "
+                f"{key.name} is {tensor.dtype} {list(tensor.shape)} now and was {dtype} {list(shape)} "
                 "before: what passes between stages must keep its shape"
             )
-        return torch.empty_strided(told.shape, told.strides, dtype=told.dtype, device=self._device).copy_(tensor)
+        if wire.num_bytes:
+            self.channel.send(wire.pack(tensor), wire.num_bytes)
 
     def _tell(self, kind: Kind, layout: Layout | None) -> None:
         if layout is not None and (layout.dtype not in _DTYPES or len(layout.shape) > _MAX_DIMS):
             raise TypeError(f"{kind.name}: {layout.dtype} with {len(layout.shape)} dimensions cannot be sent")
-        self._layouts[kind] = None if layout is None else (layout, layout.num_bytes)
+        self._wires[kind] = None if layout is None else _Wire.of(layout)
         numbers = [_ABSENT] * HEADER_NUMBERS if layout is None else layout.numbers()
         header = torch.tensor(numbers, dtype=torch.int64, device=self._device)
         self.channel.send(header, header.nbytes)
@@ -238,15 +231,12 @@ class Transport:
         rank: int,
         pairs: Sequence[tuple[int, int]],
         inbox: Mapping[int, Sequence[Kind]],
-        windows: Mapping[int, int],
         device: torch.device,
     ) -> None:
-        """The links; ``inbox`` and ``windows`` as a RankProgram has them.
+        """The links; ``inbox`` as a RankProgram has it.
 
         ``pairs``: all ordered pairs of ranks that exchange messages, in an order that is the same on every rank.
         """
-        self._buffers = _Buffers(device)
-        self._came: set[int] = set()
         self._inboxes: dict[int, _Inbox] = {}
         self._outboxes: dict[int, _Outbox] = {}
         for sender, receiver in pairs:
@@ -257,30 +247,20 @@ class Transport:
                 self._outboxes[receiver] = _Outbox(open_sender(communicators, name, receiver), device)
             else:
                 channel = open_receiver(communicators, name, sender)
-                self._inboxes[sender] = _Inbox(channel, inbox[sender], windows[sender], device)
+                self._inboxes[sender] = _Inbox(channel, inbox[sender], device)
 
     @property
-    def message_bytes(self) -> int:
-        """Bytes in receive buffers and in sends that have not left."""
-        return self._buffers.total_bytes + sum(outbox.channel.held_bytes for outbox in self._outboxes.values())
+    def unsent_bytes(self) -> int:
+        """Bytes handed over that have not left."""
+        return sum(outbox.channel.held_bytes for outbox in self._outboxes.values())
 
-    def begin(self, num_steps: int) -> None:
-        """Expect the messages of ``num_steps`` more steps."""
-        for inbox in self._inboxes.values():
-            inbox.begin(num_steps)
-            inbox.post_ahead(self._buffers)
+    def post(self, sender: int, count: int) -> None:
+        """Let the step's first ``count`` messages from a rank come in beside the compute, once it is known how."""
+        self._inboxes[sender].post(count)
 
     def take(self, sender: int, place: int) -> torch.Tensor | None:
         """The tensor of message number ``place`` of this step from a rank, waited for; None where there is none."""
-        tensor = self._inboxes[sender].take(place, self._buffers)
-        self._came.add(sender)
-        return tensor
-
-    def post_ahead(self) -> None:
-        """After messages were taken: post the receives that have room now."""
-        for sender in self._came:
-            self._inboxes[sender].post_ahead(self._buffers)
-        self._came.clear()
+        return self._inboxes[sender].take(place)
 
     def send(self, receiver: int, key: Key, tensor: torch.Tensor | None) -> None:
         """Hand a tensor over to a rank; does not wait."""
@@ -288,7 +268,6 @@ class Transport:
 
     def next_step(self) -> None:
         """The step's messages are all taken."""
-        self.post_ahead()
         for inbox in self._inboxes.values():
             inbox.next_step()
 

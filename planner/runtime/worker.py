@@ -163,7 +163,6 @@ class _Worker:
         batches = self._batches(model_file)
         figures = RankFigures(trainer)
         checkpoints = self._checkpoints()
-        self.made.transport.begin(job.steps - job.start)
         ended = time.perf_counter()
         for step in range(job.start, job.steps):
             self.writer.step(step)

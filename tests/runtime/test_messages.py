@@ -4,65 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from typing import NamedTuple
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
+from support.messages import Boundary, Case, cases
 
 from planner.errors import InputError
-from planner.runtime.messages import Key, RankProgram, Routes, check_routes, rank_programs, routes
-from planner.schedules import Action, Letter, Placement, Schedule, ScheduleName, build, ranks_of
-
-
-class Boundary(NamedTuple):
-    name: str
-    producer: int
-    readers: tuple[int, ...]
-    grad_readers: tuple[int, ...]
-
-
-class Case(NamedTuple):
-    schedule: Schedule
-    routes: Routes
-    boundaries: tuple[tuple[Boundary, ...], ...]
-    num_microbatches: int
-
-
-SHAPES = [
-    (ScheduleName.GPIPE, 1, Placement.LOOP),
-    (ScheduleName.ONE_F_ONE_B, 1, Placement.LOOP),
-    (ScheduleName.ZB_H1, 1, Placement.LOOP),
-    (ScheduleName.INTERLEAVED, 2, Placement.LOOP),
-    (ScheduleName.ZB_H1, 2, Placement.LOOP),
-    (ScheduleName.ZB_V, 2, Placement.V),
-    (ScheduleName.DUALPIPE_V, 2, Placement.V),
-]
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> Case:
-    """A random DAG of stages under a random schedule; some parameters are used by several stages."""
-    name, virtual, placement = draw(st.sampled_from(SHAPES))
-    num_ranks = draw(st.integers(1, 4))
-    num_microbatches = draw(st.integers(2 * num_ranks if name is ScheduleName.DUALPIPE_V else 1, 9))
-    ranks = ranks_of(num_ranks, virtual, placement)
-    num_stages = len(ranks)
-    rows: list[tuple[Boundary, ...]] = []
-    for stage in range(num_stages):
-        later = list(range(stage + 1, num_stages))
-        row = []
-        for number in range(draw(st.integers(0, 3)) if later else 0):
-            readers = sorted(draw(st.sets(st.sampled_from(later), min_size=1)))
-            grad = [reader for reader in readers if draw(st.booleans())]
-            row.append(Boundary(f"x{stage}.{number}", stage, tuple(readers), tuple(grad)))
-        if later:  # the chain that every model has
-            row.append(Boundary(f"h{stage}", stage, (stage + 1,), (stage + 1,)))
-        rows.append(tuple(row))
-    parameters = [sorted(draw(st.sets(st.sampled_from("abc")))) for _ in range(num_stages)]
-    found = routes(rows, ranks, parameters=parameters, trainable=lambda parameter: parameter != "c")
-    schedule = build(name, num_ranks=num_ranks, virtual=virtual, num_microbatches=num_microbatches, placement=placement)
-    return Case(schedule, found, tuple(rows), num_microbatches)
+from planner.runtime.messages import Key, RankProgram, check_routes, rank_programs, routes
+from planner.schedules import Action, Letter
 
 
 class Rank:
@@ -77,8 +26,7 @@ class Rank:
 
 def run(case: Case) -> list[Rank]:
     """All ranks to their ends, each as far as its messages allow."""
-    seconds = dict.fromkeys(Letter, 1.0)
-    programs = rank_programs(case.schedule, case.routes, seconds=lambda action: seconds[action.letter])
+    programs = rank_programs(case.schedule, case.routes)
     ranks = [Rank(program) for program in programs]
     links: dict[tuple[int, int], list[tuple[Key, str]]] = {}
     moved = True
@@ -142,7 +90,7 @@ def relayed(boundary: Boundary, stage: int, microbatch: int) -> str:
 
 @given(cases())
 def test_a_tensor_reaches_a_rank_once(case: Case) -> None:
-    programs = rank_programs(case.schedule, case.routes, seconds=lambda action: 1.0)
+    programs = rank_programs(case.schedule, case.routes)
     for program in programs:
         for sender, kinds in program.inbox.items():
             sent = Counter(
@@ -157,7 +105,7 @@ def test_a_tensor_reaches_a_rank_once(case: Case) -> None:
 
 @given(cases())
 def test_tied_gradients_go_down_the_stages_and_come_back(case: Case) -> None:
-    programs = rank_programs(case.schedule, case.routes, seconds=lambda action: 1.0)
+    programs = rank_programs(case.schedule, case.routes)
     users = dict(case.routes.ties)
     assert "c" not in users, "what is not trained has no gradient"
     for name, stages in users.items():
@@ -172,24 +120,6 @@ def test_tied_gradients_go_down_the_stages_and_come_back(case: Case) -> None:
                 case.routes.ranks[after.stage],
                 case.routes.ranks[after.stage] != case.routes.ranks[before.stage],
             )
-
-
-def test_windows_follow_the_schedule_not_the_number_of_microbatches() -> None:
-    def most(num_microbatches: int) -> int:
-        schedule = build(
-            ScheduleName.ONE_F_ONE_B,
-            num_ranks=4,
-            virtual=1,
-            num_microbatches=num_microbatches,
-            placement=Placement.LOOP,
-        )
-        rows = [[Boundary(f"h{k}", k, (k + 1,), (k + 1,))] if k < 3 else [] for k in range(4)]
-        found = routes(rows, range(4), parameters=[[]] * 4, trainable=lambda name: True)
-        seconds = {Letter.FORWARD: 1.0, Letter.BACKWARD: 2.0}
-        programs = rank_programs(schedule, found, seconds=lambda action: seconds[action.letter])
-        return max(window for program in programs for window in program.windows.values())
-
-    assert most(8) == most(64) <= 4
 
 
 def test_a_schedule_that_would_wait_for_ever_is_refused() -> None:

@@ -11,11 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.runtime.groups import Communicators
+from planner.runtime.memory import LivePeak
 from planner.runtime.messages import Key, Kind
 from planner.runtime.transport import Layout, Transport
 
 CPU = torch.device("cpu")
 PATIENCE_S = 60
+COUNT = 100_000
+"""Floats of a tensor that is more than a few in the kernel's buffer."""
 
 
 def tensors() -> dict[str, Tensor]:
@@ -44,7 +47,7 @@ def tensors() -> dict[str, Tensor]:
     }
 
 
-def transport_of(rank: int, port: int, names: list[str], window: int) -> Transport:
+def transport_of(rank: int, port: int, names: list[str]) -> Transport:
     """Two ranks that send each other the same list of tensors."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=PATIENCE_S))
     return Transport(
@@ -53,17 +56,15 @@ def transport_of(rank: int, port: int, names: list[str], window: int) -> Transpo
         rank=rank,
         pairs=((0, 1), (1, 0)),
         inbox={1 - rank: tuple(Kind("F", name, rank) for name in names)},
-        windows={1 - rank: window},
         device=CPU,
     )
 
 
-def exchange(rank: int, port: int, window: int, pipe: Connection) -> None:
+def exchange(rank: int, port: int, ahead: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     sent = tensors()
-    transport = transport_of(rank, port, list(sent), window)
+    transport = transport_of(rank, port, list(sent))
     steps = 3
-    transport.begin(steps)
     faults = []
     for step in range(steps):
         for name, tensor in sent.items():
@@ -72,37 +73,36 @@ def exchange(rank: int, port: int, window: int, pipe: Connection) -> None:
         places = sorted(range(len(sent)), key=lambda place: (place * 7 + step) % len(sent))
         for place in places:
             name = list(sent)[place]
+            transport.post(1 - rank, min(len(sent), place + ahead))
             came = transport.take(1 - rank, place)
             if Layout.of(came) != Layout.of(sent[name]) or not torch.equal(came, sent[name]):
                 faults.append(f"step {step}: {name}: {Layout.of(came)}, sent {Layout.of(sent[name])}")
-            transport.post_ahead()
         transport.next_step()
     transport.close()
     pipe.send(faults)
 
 
-def reuse(rank: int, port: int, window: int, pipe: Connection) -> None:
-    """Received tensors that are let go give their buffers back; one that is kept keeps its bytes."""
+def reuse(rank: int, port: int, ahead: int, pipe: Connection) -> None:
+    """Received tensors that are let go are gone, however they came; one that is kept keeps its bytes."""
     torch.set_num_threads(1)
-    transport = transport_of(rank, port, ["x"], window)
-    steps = 20
-    transport.begin(steps)
+    transport = transport_of(rank, port, ["x", "y"])
     kept: list[Tensor] = []
-    for step in range(steps):
-        transport.send(1 - rank, Key("F", "x", 1 - rank, 0), torch.full((1000,), float(step)))
-        came = transport.take(1 - rank, 0)
-        if step in (3, 7):
-            kept.append(came)
-        del came
-        transport.next_step()
-        transport.post_ahead()
+    with LivePeak() as live:
+        for step in range(20):
+            for place, name in enumerate("xy"):
+                transport.post(1 - rank, min(2, place + ahead))
+                transport.send(1 - rank, Key("F", name, 1 - rank, 0), torch.full((COUNT,), float(step)))
+                came = transport.take(1 - rank, place)
+                if step in (3, 7) and name == "x":
+                    kept.append(came)
+                del came
+            transport.next_step()
     transport.close()
-    pipe.send((transport.message_bytes, [tensor.unique().tolist() for tensor in kept]))
+    pipe.send((live.peak_bytes, [tensor.unique().tolist() for tensor in kept]))
 
 
-def reshape(rank: int, port: int, window: int, pipe: Connection) -> None:
-    transport = transport_of(rank, port, ["x"], window)
-    transport.begin(2)
+def reshape(rank: int, port: int, ahead: int, pipe: Connection) -> None:
+    transport = transport_of(rank, port, ["x"])
     transport.send(1 - rank, Key("F", "x", 1 - rank, 0), torch.zeros(4, 2))
     transport.take(1 - rank, 0)
     try:
@@ -111,20 +111,19 @@ def reshape(rank: int, port: int, window: int, pipe: Connection) -> None:
         pipe.send(str(error))
 
 
-def flood(rank: int, port: int, window: int, pipe: Connection) -> None:
+def flood(rank: int, port: int, ahead: int, pipe: Connection) -> None:
     """Rank 0 sends far more than any buffer on the way takes, and hears nothing back that shows what has arrived."""
     torch.set_num_threads(1)
     names = [str(number) for number in range(12)]
-    transport = transport_of(rank, port, names, window)
-    transport.begin(1)
+    transport = transport_of(rank, port, names)
     bulk = 2_000_000
     if rank == 0:
         for number, name in enumerate(names):
             transport.send(1, Key("F", name, 1, 0), torch.full((bulk,), float(number)))
         until = time.monotonic() + PATIENCE_S
-        while transport.message_bytes and time.monotonic() < until:
+        while transport.unsent_bytes and time.monotonic() < until:
             time.sleep(0.01)
-        pipe.send(transport.message_bytes == 0)
+        pipe.send(transport.unsent_bytes == 0)
         transport.close()
         return
     came = []
@@ -132,6 +131,5 @@ def flood(rank: int, port: int, window: int, pipe: Connection) -> None:
         tensor = transport.take(0, place)
         assert tensor is not None
         came.append(tensor[:: bulk - 1].tolist())
-        transport.post_ahead()
     pipe.send(came == [[float(number)] * 2 for number in range(len(names))])
     transport.close()
