@@ -171,8 +171,11 @@ def _exported(
     apart = rebuilt(batch, copies)
     wrapper = WithLoss(model, model_file, watch).train()
     faked = contextlib.nullcontext() if fakes is None else fakes.exporting(model)
-    with quiet(), faked, stand_ins.placed(), watch.watching(), _masks_unlooked_at():
-        return torch.export.export(wrapper, (apart.inputs, apart.target), strict=False)
+    try:
+        with quiet(), faked, stand_ins.placed(), watch.watching(), _masks_unlooked_at():
+            return torch.export.export(wrapper, (apart.inputs, apart.target), strict=False)
+    finally:
+        watch.attributes.put_back()
 
 
 def _whole(model: nn.Module, names: Iterable[str]) -> frozenset[str]:
@@ -231,6 +234,8 @@ def _returned(
         if lacks_memory(fault):  # a smaller micro-batch may do
             raise
         raise model_file.raised(fault, "model()'s forward") from fault
+    finally:
+        attributes.put_back()
 
 
 def _refuse_state(model: nn.Module, model_file: ModelFile, batch: Batch, attributes: Attributes) -> None:
@@ -241,12 +246,12 @@ def _refuse_state(model: nn.Module, model_file: ModelFile, batch: Batch, attribu
 
         def run() -> None:
             with RandomStream(0):
-                found.append(model_file.loss(called(model, batch.inputs), batch.target).detach())
+                found.append(model_file.loss(called(model, batch.inputs), batch.target))
 
         returned_by(model, run, ())
         return found[0]
 
-    if not is_repeatable(loss):
+    if not is_repeatable(loss, attributes.put_back):
         module, names = next(iter(attributes.changed.items()))
         raise InputError(
             f"{model_file.path}: a forward hangs on what the one before left in {module or 'model()'}, in an attribute "

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from planner.capture.attributes import Attributes
 from planner.capture.values import HiddenTensorError, Template, taken_apart
 from planner.capture.watch import same_kind
 from planner.errors import RunError
@@ -88,6 +89,7 @@ class _Bound:
             if tensor is not None
         ]
         self._recurrent = [part for part in self.module.modules() if isinstance(part, nn.RNNBase)]
+        self._attributes, self._is_new = Attributes(self.module), True
         self._changed: set[int] = set()  # buffers that a call was seen to change in place, by number
 
     def __call__(self, given: list[Tensor], parameters: list[Tensor], buffers: list[Tensor]) -> list[Tensor]:
@@ -100,7 +102,12 @@ class _Bound:
         for part in self._recurrent:  # which keep their weights in a list of their own too
             part._flat_weights = [getattr(part, name) for name in part._flat_weights_names]
         arguments, keywords = self._call.given.filled(given)
+        if self._attributes.changed:  # by the call before; what resets them is in the model around it, and no op
+            self._attributes.put_back()
         output = self.module(*arguments, **keywords)
+        if self._is_new:  # looked at once: it takes time
+            self._attributes.look()
+            self._is_new = False
         for held, name, number in self._places:
             value = held[name]
             if value is not tensors[number] and value is not None:  # a buffer assigned anew in forward

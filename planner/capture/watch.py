@@ -37,7 +37,7 @@ class Watch:
 
     def __init__(self, model: nn.Module, opaque: frozenset[str], attributes: Attributes) -> None:
         self._model = model
-        self._attributes = attributes
+        self.attributes = attributes
         self._opaque = opaque
         self._running: list[str | None] = [LOSS]
         self._seen: set[Any] = set()
@@ -85,7 +85,7 @@ class Watch:
     def end(self) -> None:
         """The forward is over: what was assigned to buffers from outside their modules is written too."""
         self._write_buffers(self._model)
-        self._attributes.look()
+        self.attributes.look()
 
     def _write_buffers(self, module: nn.Module) -> None:
         """Those of ``module`` and of all within it."""

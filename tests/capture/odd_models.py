@@ -151,12 +151,33 @@ class Mean(nn.Module):
     "put_aside": _block("""
     def __init__(self):
         super().__init__()
-        self.a, self.last, self.calls = nn.Linear(8, 8), None, 0
+        self.a, self.last, self.calls, self.seen = nn.Linear(8, 8), None, 0, []
     def forward(self, x):
         self.last, self.aside = self.a(x), x.detach()
         self.calls += 1
+        self.seen.append(self.aside)
         return self.last + self.last.square().mean()
 """),
+    "reset_from_outside": _block(
+        """
+    def __init__(self):
+        super().__init__()
+        self.inner = Inner()
+    def forward(self, x):
+        self.inner.last = None
+        return self.inner(x)
+""",
+        before="""
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.last = nn.Linear(8, 8), None
+    def forward(self, x):
+        x = self.a(x) if self.last is None else self.a(x) + self.last
+        self.last = x
+        return x if x.sum() < 1e9 else -x
+""",
+    ),
     "encoder_mask": _encoder("mask=mask"),
     "encoder_padding": _encoder("mask=mask, src_key_padding_mask=ids == 0"),
     "decoder_mask": f"""{HEAD}

@@ -76,6 +76,36 @@ def test_state_that_is_no_buffer_is_refused(change: str, names: str, tmp_path: P
     assert f"self.register_buffer('{names}', ...)" in line
 
 
+@pytest.mark.parametrize(
+    ("first", "change", "read"),
+    [
+        ("None", "if self.kept is not None: y = y + self.kept", "self.kept = y.detach()"),
+        ("[]", "if self.kept: y = y + self.kept[-1]", "self.kept.append(y.detach())"),
+        ("{}", "y = y + self.kept.get('y', 0)", "self.kept['y'] = y.detach()"),
+        ("(0.0, [0.0])", "y = y + self.kept[1][0]", "self.kept = (0.0, [y.detach()])"),
+        ("[[]]", "y = y + len(self.kept[0])", "self.kept[0].append(1)"),
+        ("None", "y = y if self.kept is None else y / self.kept", "self.kept = 2"),
+        ("None", "if self.kept is not None: y = y + 0 * self.kept", "self.kept = y"),  # a backward into the one before
+    ],
+)
+def test_state_that_only_a_forward_makes_is_refused(first: str, change: str, read: str, tmp_path: Path) -> None:
+    block = STATE.format(change=f"{change}\n        {read}").replace(" - self.mean + self.calls", "")
+    block = block.replace(
+        "self.mean, self.calls = nn.Linear(8, 8), torch.zeros(8), 0", f"self.kept = nn.Linear(8, 8), {first}"
+    )
+    line = _refused(tmp_path, _with(block, "return nn.Sequential(nn.Linear(8, 8), Block(), nn.Linear(8, 4))"))
+    assert "what the one before left in 1, in an attribute that is no buffer (kept)" in line
+
+
+def test_a_forward_that_differs_by_chance_is_none_of_state(tmp_path: Path) -> None:
+    """Kernels of a GPU may add in another order each time."""
+    block = STATE.format(change="self.mean = y.detach() * 0; y = y * (1 + 1e-3 * next(chance))")
+    path = tmp_path / "chance.py"
+    model = "return nn.Sequential(nn.Linear(8, 8), Block(), nn.Linear(8, 4))"
+    path.write_text(_with("import itertools\nchance = itertools.count()\n" + block, model))
+    assert len(capture(load_model_file(path), microbatch_size=2).layers) > 1
+
+
 def test_a_buffer_that_grows_is_refused(tmp_path: Path) -> None:
     block = STATE.format(change="self.seen = torch.cat([self.seen, y.detach().mean().reshape(1)])")
     block = block.replace(
