@@ -14,6 +14,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from planner.capture.values import backward_nodes
+
 _OWN = ("_parameters", "_buffers", "_modules", "training", "forward", "_flat_weights")
 
 
@@ -107,7 +109,8 @@ def is_repeatable(loss: Callable[[], Tensor], put_back: Callable[[], None]) -> b
     another loss by chance alone, as kernels on a GPU may, is repeatable.
     """
     first, second = loss(), loss()
-    if _nodes(first) & _nodes(second):
+    shared = backward_nodes([first]) & backward_nodes([second])
+    if any(node.next_functions for node in shared):  # more than the leaves
         return False
     if _close(first, second):
         return True
@@ -117,15 +120,3 @@ def is_repeatable(loss: Callable[[], Tensor], put_back: Callable[[], None]) -> b
 
 def _close(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one, other, rtol=1e-6, atol=0.0, equal_nan=True)
-
-
-def _nodes(loss: Tensor) -> set[Any]:
-    """What the backward runs through, but for the leaves."""
-    found: set[Any] = set()
-    stack = [loss.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is not None and node not in found and node.next_functions:
-            found.add(node)
-            stack.extend(following for following, _ in node.next_functions)
-    return found

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from planner.capture.batch import Batch, leaves, microbatch
 from planner.capture.capture import Capture
 from planner.capture.export import autocast_of, called, op_of, opaque_call
+from planner.capture.opaque import drop
 from planner.capture.seeds import (
     RandomKey,
     RandomStream,
@@ -237,7 +238,8 @@ def _seeds_of(capture: Capture) -> tuple[dict[int, int], int]:
     calls = {op_of(node).module: opaque_call(node) for node in _opaque_nodes(capture)}
     whole = [(module, [call.label]) for module, call in calls.items() if call is not None]
     recorder = _Recorder(ordinals, frozenset(salt_of(label) for _, labels in whole for label in labels))
-    with RandomStream(0), torch.no_grad(), program.autocast(), ordinals, ordinals.apart(whole, lambda _: None):
+    unsaved = torch.autograd.graph.saved_tensors_hooks(drop, drop)
+    with RandomStream(0), unsaved, program.autocast(), ordinals, ordinals.apart(whole, lambda _: None):
         program.run(
             *(parameters[leaf.parameter] for leaf in program.leaves),
             *(buffers[name].clone() for name in program.buffers),

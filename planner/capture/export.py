@@ -121,7 +121,7 @@ def export(model: nn.Module, model_file: ModelFile, batch: Batch, fakes: Fakes |
     with Attributes(model) as attributes:
         lifted = _export(model, model_file, batch, fakes, attributes)
         if attributes.changed and fakes is None:
-            _refuse_state(model, model_file, batch, attributes)
+            _refuse_state(lifted, model, model_file, batch, attributes)
     return lifted
 
 
@@ -144,9 +144,9 @@ def _export(
             exported = _exported(model, model_file, batch, stand_ins, watch, fakes)
         except Exception as error:
             place = watch.innermost
-            if not place:
+            if not place and not watch.lost:
                 raise _refusal(error, model, model_file, batch, fakes) from error
-            found = _alike(model, place)
+            found = _alike(model, place) if place else frozenset()
         else:
             for place in _transformed(exported.graph_module):
                 watch.lost.setdefault(place, "calls vmap or another of torch.func's transforms")
@@ -155,10 +155,11 @@ def _export(
                     return _Copy(exported, model, stand_ins.calls).lifted
                 except InputError as fault:
                     raise InputError(f"{model_file.path}: {fault.message}", hint=fault.hint) from None
-            for place, what in watch.lost.items():
-                if not place:
-                    raise _lost(model_file, "loss()" if place is LOSS else "the model's own forward()", what)
-            found = frozenset(place for place in watch.lost if place)
+            found = frozenset()
+        for place, what in watch.lost.items():
+            if not place:
+                raise _lost(model_file, "loss()" if place is LOSS else "the model's own forward()", what)
+            found |= {place}
         before, whole = whole, _whole(model, whole | found)
         assert whole != before, f"{sorted(found)} cannot be kept whole"
 
@@ -233,12 +234,19 @@ def _returned(
             raise _StoppedError(_alike(model, watch.innermost)) from fault
         if lacks_memory(fault):  # a smaller micro-batch may do
             raise
+        if "saved tensor hooks" in str(fault):
+            raise InputError(
+                f"{model_file.path}: torch.func.grad and its kin let nobody see what is saved for a backward",
+                hint="take torch.autograd.grad, in a module of its own that the model calls (it is then kept whole)",
+            ) from fault
         raise model_file.raised(fault, "model()'s forward") from fault
     finally:
         attributes.put_back()
 
 
-def _refuse_state(model: nn.Module, model_file: ModelFile, batch: Batch, attributes: Attributes) -> None:
+def _refuse_state(
+    lifted: Lifted, model: nn.Module, model_file: ModelFile, batch: Batch, attributes: Attributes
+) -> None:
     """Refuse a model whose forward hangs on what earlier ones left in attributes."""
 
     def loss() -> Tensor:
@@ -248,7 +256,7 @@ def _refuse_state(model: nn.Module, model_file: ModelFile, batch: Batch, attribu
             with RandomStream(0):
                 found.append(model_file.loss(called(model, batch.inputs), batch.target))
 
-        returned_by(model, run, ())
+        returned_by(model, run, kept_whole(lifted))
         return found[0]
 
     if not is_repeatable(loss, attributes.put_back):
@@ -274,9 +282,9 @@ def _refuse_uncalled(
 
 def _lost(model_file: ModelFile, place: str, what: str) -> InputError:
     mend = "do it in a module of its own that the model calls (it is then kept whole)"
-    if "torch.func" not in what:
-        by = "with register_autograd" if "autograd" in what else "that draws them"
-        mend += f", or in a torch.library.custom_op {by}"
+    for kind, by in {"autograd.Function": "with register_autograd", "random": "that draws them"}.items():
+        if kind in what:
+            mend += f", or in a torch.library.custom_op {by}"
     return InputError(f"{model_file.path}: {place} {what}, which the capture would lose", hint=mend)
 
 
@@ -541,3 +549,8 @@ def opaque_call(node: fx.Node) -> OpaqueCall | None:
     """The call of a module kept whole, where the node is one."""
     call = getattr(op_of(node), "call", None)
     return call if isinstance(call, OpaqueCall) else None
+
+
+def kept_whole(lifted: Lifted) -> dict[str, nn.Module]:
+    """The modules kept whole, by name."""
+    return {call.name: call.module for call in map(opaque_call, lifted.graph.nodes) if call is not None}

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from planner.capture.attributes import Attributes
 from planner.capture.batch import Batch
-from planner.capture.export import Lifted, called, op_of, opaque_call, quiet
+from planner.capture.export import Lifted, called, kept_whole, op_of, quiet
 from planner.capture.made_up import computing
 from planner.capture.masks import mask_of
 from planner.capture.model_file import ModelFile
@@ -38,10 +38,9 @@ def group_heads(lifted: Lifted, model: nn.Module, model_file: ModelFile, batch: 
     if not repeated:
         return
     look = _Look()
-    whole = {call.name: call.module for call in map(opaque_call, lifted.graph.nodes) if call is not None}
 
     def run() -> None:
-        with quiet(), RandomStream(0), computing(fakes, model, whole), look:
+        with quiet(), RandomStream(0), computing(fakes, model, kept_whole(lifted)), look:
             model_file.loss(called(model, batch.inputs), batch.target)
 
     with Attributes(model), contextlib.suppress(Exception):

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from planner.capture.attributes import Attributes
-from planner.capture.values import HiddenTensorError, Template, taken_apart
+from planner.capture.values import HiddenTensorError, Template, backward_nodes, taken_apart, tensors_within
 from planner.capture.watch import same_kind
-from planner.errors import RunError
+from planner.errors import InputError, RunError
 
 _library = torch.library.Library("pipeplan", "DEF")
 _library.define("opaque(int key, Tensor[] given, Tensor[] parameters, Tensor(a!)[] buffers) -> Tensor[]")
@@ -104,9 +104,11 @@ class _Bound:
         arguments, keywords = self._call.given.filled(given)
         if self._attributes.changed:  # by the call before; what resets them is in the model around it, and no op
             self._attributes.put_back()
-        output = self.module(*arguments, **keywords)
+        with _saving():
+            output = self.module(*arguments, **keywords)
         if self._is_new:  # looked at once: it takes time
             self._attributes.look()
+            self._check_parameters(output)
             self._is_new = False
         for held, name, number in self._places:
             value = held[name]
@@ -125,6 +127,40 @@ class _Bound:
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*given, *parameters)):
             return [_with_gradient(tensor) for tensor in made]
         return made
+
+    def _check_parameters(self, output: Any) -> None:
+        """Raise InputError where a function that is bound to the user's module took the parameters of that one."""
+        read = {id(getattr(node, "variable", None)) for node in backward_nodes(tensors_within(output))}
+        for name, parameter in self._call.module.named_parameters():
+            if id(parameter) in read:
+                raise InputError(
+                    f"module {self._call.name}, which is kept whole, reads its {name} in a function that was made of "
+                    "it before (by torch.compile, or a closure)",
+                    hint="name the module in that function's arguments, or call the method itself in forward()",
+                )
+
+
+@contextlib.contextmanager
+def _saving() -> Iterator[None]:
+    """Within it what is saved for a backward is there for one, though hooks around it may drop it; they get it too."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None:
+        yield
+        return
+    kept: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> tuple[int, Any]:
+        kept.append(tensor)
+        return len(kept) - 1, hooks[0](tensor)
+
+    def unpack(packed: tuple[int, Any]) -> Any:
+        return kept[packed[0]] if kept else hooks[1](packed[1])
+
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+    finally:
+        kept.clear()
 
 
 class _Cut(torch.autograd.Function):
@@ -263,10 +299,13 @@ def returned_by(
     """
     found: dict[str, list[Returned | HiddenTensorError]] = defaultdict(list)
     depth = 0
+    saving = contextlib.ExitStack()
 
     def entered(module: nn.Module, given: Any) -> None:
         nonlocal depth
         depth += 1
+        if depth == 1:
+            saving.enter_context(_saving())
 
     def noted(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, given: Any, output: Any) -> None:
@@ -274,6 +313,7 @@ def returned_by(
             depth -= 1
             if depth:
                 return
+            saving.close()
             try:
                 tensors, template = taken_apart(output)
             except HiddenTensorError as error:
@@ -292,7 +332,7 @@ def returned_by(
     hooks = [module.register_forward_pre_hook(entered) for module in modules.values()]
     hooks += [module.register_forward_hook(noted(name), always_call=True) for name, module in modules.items()]
     try:
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_drop, _drop):
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(drop, drop):
             run()
     finally:
         for hook in hooks:
@@ -305,5 +345,5 @@ def returned_by(
     return found
 
 
-def _drop(_: Any) -> Any:
+def drop(_: Any) -> Any:
     """Nothing is saved: there is no backward."""

@@ -193,9 +193,24 @@ def _refusing(call: OpaqueCall | None) -> Iterator[None]:
         raise InputError(
             f"module {call.name}, which is kept whole, raised {words_of(fault)}{f' ({place})' if place else ''}, as it "
             "does not in the model as written",
-            hint="what one module kept whole gives another takes a gradient, detached or not: detach() it where it is "
-            "read too, before numpy() or a change in place",
+            hint=_GRADIENT_TAKEN if _is_of_gradients(fault) else _WATCHED,
         ) from fault
+
+
+_GRADIENT_TAKEN = (
+    "what one module kept whole gives another takes a gradient, detached or not: detach() it where it is read too, "
+    "before numpy() or a change in place"
+)
+_WATCHED = (
+    "its ops are watched one by one, which torch.cond, torch.compile and reversible layers cannot bear: do without "
+    "(a plain if will do in a module kept whole)"
+)
+
+
+def _is_of_gradients(fault: Exception) -> bool:
+    """Whether torch says that a tensor must not take a gradient."""
+    words = str(fault).lower()
+    return isinstance(fault, RuntimeError) and any(word in words for word in ("requires grad", "requires_grad", "leaf"))
 
 
 def _never(_: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from types import MethodType
@@ -129,3 +129,15 @@ def tensors_within(value: Any) -> Iterator[Tensor]:
         stack.extend(getattr(one, "__dict__", {}).values())
         if is_dataclass(one):  # with slots it has no __dict__
             stack.extend(getattr(one, field.name) for field in fields(one))
+
+
+def backward_nodes(tensors: Iterable[Tensor]) -> set[Any]:
+    """Every node of the autograd graph behind some tensors."""
+    found: set[Any] = set()
+    stack = [tensor.grad_fn for tensor in tensors]
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            stack.extend(following for following, _ in node.next_functions)
+    return found

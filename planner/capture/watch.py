@@ -6,8 +6,8 @@ buffer instead, as the module is left.
 
 Lost are backwards of custom autograd Functions (Python or C++), found by the nodes that they leave in the autograd
 graph, and numbers drawn from Python's or NumPy's generators, which a graph freezes, found by the generators' states:
-both are looked for whenever a module is entered or left. Hooks on gradients are seen as they are put there. All is put
-down to the innermost module that is running.
+both are looked for whenever a module is entered or left. Hooks on gradients, and backwards within the forward, are seen
+as they come. All is put down to the innermost module that is running.
 """
 
 from __future__ import annotations
@@ -61,21 +61,33 @@ class Watch:
             handles.append(module.register_forward_pre_hook(self._entering(name), prepend=True, with_kwargs=True))
             handles.append(module.register_forward_hook(self._leaving(name)))
         self._drawn = _generators()
-        register = Tensor.register_hook
-
-        def noted(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
-            self.lost.setdefault(self._running[-1], "puts a hook on a gradient")
-            return register(tensor, hook)  # type: ignore[no-untyped-call]
-
-        Tensor.register_hook = noted  # type: ignore[method-assign]
+        noted = (
+            self._noting(Tensor, "register_hook", "puts a hook on a gradient"),
+            self._noting(torch.autograd, "_engine_run_backward", "runs a backward within its forward"),
+        )
         try:
-            yield
+            with noted[0], noted[1]:
+                yield
         finally:
-            Tensor.register_hook = register  # type: ignore[method-assign]
             for handle in handles:
                 handle.remove()
             for module, buffers in self._buffers.items():
                 module._buffers.update({name: None for name, buffer in buffers.items() if buffer is None})
+
+    @contextlib.contextmanager
+    def _noting(self, place: Any, name: str, what: str) -> Iterator[None]:
+        """Within it calls of this function put ``what`` down to the module that runs."""
+        function = getattr(place, name)
+
+        def noted(*arguments: Any, **keywords: Any) -> Any:
+            self.lost.setdefault(self._running[-1], what)
+            return function(*arguments, **keywords)
+
+        setattr(place, name, noted)
+        try:
+            yield
+        finally:
+            setattr(place, name, function)
 
     def begin(self) -> None:
         """The buffers are now those that the graph has."""

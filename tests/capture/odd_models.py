@@ -158,6 +158,15 @@ class Mean(nn.Module):
         self.seen.append(self.aside)
         return self.last + self.last.square().mean()
 """),
+    "force": _block("""
+    def __init__(self):
+        super().__init__()
+        self.energy, self.kept = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 1)), None
+    def forward(self, x):
+        self.kept = self.energy(x)
+        (force,) = torch.autograd.grad(self.kept.sum(), x, create_graph=True)
+        return x - 0.1 * force
+"""),
     "reset_from_outside": _block(
         """
     def __init__(self):

@@ -133,6 +133,42 @@ class Net(nn.Module):
 """
 
 
+FORCE = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.energy = nn.Linear(8, 4)
+    def forward(self, x):
+        x = x.clone().requires_grad_()
+        return torch.autograd.grad(self.energy(x).tanh().sum(), x, create_graph=True)[0][:, :4]
+"""
+FUNC_GRAD = """
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.energy = nn.Linear(8, 1)
+    def forward(self, x):
+        return x + torch.func.grad(lambda y: self.energy(y).tanh().sum())(x)
+"""
+COND = """
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, lambda y: self.a(y), lambda y: self.b(y), (x,))
+"""
+CLOSURE = """
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.made = lambda x: self.a(x) if x.sum() < 1e9 else x
+    def forward(self, x):
+        return self.made(x)
+"""
+
+
 @pytest.mark.parametrize(
     ("block", "model", "fact", "mend"),
     [
@@ -143,6 +179,20 @@ class Net(nn.Module):
             "draw from torch's",
         ),
         (VMAP, "Net()", "the model's own forward() calls vmap", "module of its own"),
+        (CLOSURE, "nn.Sequential(nn.Linear(8, 8), Block(), nn.Linear(8, 4))", "reads its a.weight in a", "arguments"),
+        (FORCE, "Net()", "the model's own forward() runs a backward", "module of its own"),
+        (
+            FUNC_GRAD,
+            "nn.Sequential(nn.Linear(8, 8), Block(), nn.Linear(8, 4))",
+            "torch.func.grad",
+            "torch.autograd.grad",
+        ),
+        (
+            COND,
+            "nn.Sequential(nn.Linear(8, 8), Block(), nn.Linear(8, 4))",
+            "module 1, which is kept",
+            "a plain if will",
+        ),
     ],
 )
 def test_what_the_graph_would_lose_is_refused(block: str, model: str, fact: str, mend: str, tmp_path: Path) -> None:
