@@ -6,7 +6,8 @@
     .venv/bin/python scripts/bench/runtime.py split         I and W over B, and the memory that I needs, on one stage
 
 sleep: layers that sleep for F, I and W each, one a stage; step over the simulated ideal (links free) of each one's own
-order of actions. Best and median over the steps of all rounds: others may use the machine too, so the best counts.
+order of actions, step after step. Best and median over the steps of all rounds: others may use the machine too, so the
+best counts.
 bare: plain autograd and sockets in the same order, nothing else: what this machine leaves to be won. It has no I and W.
 """
 
@@ -206,7 +207,19 @@ def _num_steps(given: argparse.Namespace) -> int:
 
 
 def ideal_s(schedule: Schedule, ranks: Sequence[int]) -> float:
-    """Seconds of a step of stages of equal naps under the time model, with free links and no optimizer."""
+    """Seconds of a step of stages of equal naps under the time model, with free links and no optimizer.
+
+    It is the second of two, as they are timed: a rank that is done begins the next while others end the one before.
+    """
+    count = 1 + max(action.microbatch for action in schedule[0])
+    twice = tuple(
+        (*row, *(action._replace(microbatch=action.microbatch + count) for action in row)) for row in schedule
+    )
+    ends_s = simulate(_naps(2 * count, len(schedule), ranks), twice, memory=False).ends_s
+    return max(row[-1] for row in ends_s) - max(row[len(row) // 2 - 1] for row in ends_s)
+
+
+def _naps(num_microbatches: int, num_ranks: int, ranks: Sequence[int]) -> Job:
     zeros = dict.fromkeys(
         (
             "parameter_bytes", "trainable_bytes", "buffer_bytes", "input_bytes", "saved_bytes",
@@ -229,16 +242,15 @@ def ideal_s(schedule: Schedule, ranks: Sequence[int]) -> float:
         )
         for number, rank in enumerate(ranks)
     )
-    job = Job(
+    return Job(
         stages=stages,
-        num_ranks=len(schedule),
-        num_microbatches=1 + max(action.microbatch for action in schedule[0]),
+        num_ranks=num_ranks,
+        num_microbatches=num_microbatches,
         cluster=Cluster(),
         gradient_bytes_per_trainable_byte=1.0,
         state_bytes_per_trainable_byte=0.0,
         step_s_per_trainable_byte=0.0,
     )
-    return simulate(job, schedule, memory=False).iteration_s
 
 
 if __name__ == "__main__":
