@@ -32,6 +32,8 @@ MOST_RELAXED: Final = 2_000
 """Variables of an LP over layers; a configuration with more keeps its cheap bound."""
 ROOMS: Final = ((0, 0), (2, None), (0, 1), (1, None))
 """Where memory is limited, cuts are looked for that leave orders room: ``spare`` and ``deep`` of their recursion."""
+MOST_REFINED: Final = 16
+"""Configurations that keep no cheap bound once the effort is spent."""
 MOST_LISTS: Final = 64
 """Configurations whose cuts are listed for their bound once the effort is spent."""
 KEPT: Final = 6
@@ -220,13 +222,15 @@ class Bounds:
         """
         heap = [(self.known(c, fused=False), 0, index) for index, c in enumerate(configurations)]
         heapq.heapify(heap)
-        lists = MOST_LISTS
+        lists, refined = MOST_LISTS, 0
         while heap:
             bound, level, index = heapq.heappop(heap)
             configuration = configurations[index]
             if level == 2 or bound >= best_s or is_over():
                 return bound
-            if ended():
+            over = ended()
+            refined += over and level == 0
+            if over and (level > 0 or refined > MOST_REFINED):
                 lists -= 1
                 better = self._least_of_cuts(configuration, bound, best_s) if lists >= 0 else bound
                 if better <= bound:

@@ -7,14 +7,18 @@ from a reader (received, saved once more) is a product of "source before, reader
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import Final
 
 import numpy as np
 
-from planner.cluster import Cluster
+from planner.cluster import Cluster, memory_limit
 from planner.graph import LayerGraph, Tensor
 from planner.search.lattice import Bools, Floats, Ints, Lattice
+
+_FILLED: Final = 1.5
+"""Micro-batches that a filling pipeline holds, for each rank."""
 
 
 class LayerFigures:
@@ -52,6 +56,27 @@ class LayerFigures:
         """Bytes of gradients and optimizer state per byte of trainable parameters."""
         profile = self.graph.profile
         return profile.gradient_bytes_per_trainable_byte + profile.optimizer.state_bytes_per_trainable_byte
+
+    def lacking(self, ranks: int, count: int) -> float:
+        """How many micro-batches for each of P ranks memory does not hold, of those that a filling pipeline holds.
+
+        Those are P of M micro-batches, and half as many more; so it is at most 1.5, 0 where memory is roomy.
+        """
+        limit = memory_limit(self.cluster) if self.cluster is not None else None
+        if limit is None:
+            return 0.0
+        fixed, saved, workspace = self._held_bytes
+        wanted = min(_FILLED, count / ranks)
+        missing = (fixed + wanted * ranks * saved) / ranks + workspace - limit
+        return min(max(missing / saved, 0.0), wanted) if saved else 0.0
+
+    @cached_property
+    def _held_bytes(self) -> tuple[float, float, float]:
+        """What all layers always hold, what they save of a micro-batch, the largest workspace."""
+        factor = self.fixed_factor()
+        fixed = (cost.parameter_bytes + factor * cost.trainable_bytes + cost.buffer_bytes for cost in self.costs)
+        saved = sum(cost.saved_bytes for cost in self.costs)
+        return sum(fixed), float(saved), float(max(cost.workspace_bytes for cost in self.costs))
 
 
 class Figures:

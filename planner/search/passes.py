@@ -32,8 +32,6 @@ _REACH: Final = 6
 _SWEEPS: Final = 8
 _STRETCH: Final = {Placement.LOOP: 1.8, Placement.V: 1.2}
 """How much longer than its round trip a micro-batch is held, about, where memory is just enough."""
-_FILLED: Final = 1.5
-"""Micro-batches that a filling pipeline holds, for each rank."""
 _OVER: Final = 10.0
 """By how much a rank counts for each share of its least need that it does not hold."""
 
@@ -73,7 +71,10 @@ class Passes:
         self._crossings()
         self._cluster()
         self.in_waves: Final = (
-            configuration.placement is Placement.LOOP and ranks > 1 and virtual > 1 and self._is_roomy()
+            configuration.placement is Placement.LOOP
+            and ranks > 1
+            and virtual > 1
+            and not layers.lacking(ranks, configuration.num_microbatches)
         )
         """Whether ranks wait in the fill as planner.search.waves says."""
 
@@ -109,13 +110,6 @@ class Passes:
             per_byte = 2 * (shape.data - 1) / shape.data / ring.bandwidth_bytes_per_s
         self.reduce_s: Floats = self.trainable * per_byte * profile.gradient_bytes_per_trainable_byte
         self.step_s: Floats = self.trainable * profile.optimizer.step_s_per_trainable_byte
-
-    def _is_roomy(self) -> bool:
-        """Whether memory lets the pipeline fill with P micro-batches, and hold half as many more."""
-        ranks = self.configuration.pipeline
-        most = min(_FILLED * ranks, self.configuration.num_microbatches)
-        needs = (self.fixed[-1] + most * self.saved[-1]) / ranks + self.workspace
-        return self.limit is None or bool(needs <= self.limit)
 
     # --- what a cut is worth ------------------------------------------------------------------------------------------
 

@@ -8,6 +8,9 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
+
+from planner.schedules import ranks_of
 from planner.search.orders import GREEDY_MOST
 from planner.search.state import EQUAL, FAR, Item, Search
 from planner.search.suffix import BoundedCut, SuffixBound
@@ -35,6 +38,8 @@ class Settle:
 
     def __init__(self, search: Search) -> None:
         self.search: Final = search
+        self.provable = True
+        """Whether all that is open may be settled."""
 
     def all(self) -> None:
         """Go through what lies below the best, if that can be finished; else through what is near."""
@@ -48,6 +53,7 @@ class Settle:
         state = self.search.state
         unproven = self._stays_open(near)
         state.far |= unproven
+        self.provable = not unproven and not any(self._is_beyond_listing(item) for _, item in near)
         for place, (bound, item) in enumerate(near):
             if state.beats(max(bound, self.search.bounds.known(item.configuration, fused=item.fused))):
                 continue
@@ -75,6 +81,14 @@ class Settle:
             for bound, item in near
             if item.configuration.pipeline > 1
         )
+
+    def _is_beyond_listing(self, item: Item) -> bool:
+        """Whether several stages a rank can be cut in more ways than could all be timed: they stay open for sure."""
+        configuration = item.configuration
+        stages = configuration.pipeline * configuration.virtual
+        if configuration.virtual == 1 or configuration.pipeline == 1 or self.search.bounds.lists_cuts():
+            return False
+        return math.comb(len(self.search.graph) - 1, stages - 1) > self.search.times * MOST_CUTS
 
     def _left(self, near: Sequence[tuple[float, Item]]) -> int:
         """The configurations that are looked at from here on."""
@@ -120,7 +134,8 @@ class Settle:
     def _settle_in_order(self, item: Item, suffix: SuffixBound) -> bool:
         """Time all cuts with a bound below the best.
 
-        Where the first ones leave more than could all be timed, the rest is left: no proof would come of it.
+        Where the first ones leave more than could all be timed, or something else stays open for sure, the rest is
+        left: no proof would come of it.
         """
         state, ties_seen, count = self.search.state, 0, 0
         cuts = suffix.cuts(state.best_s * (1 + 2 * EQUAL), self.search.times * MOST_NODES)
@@ -134,6 +149,8 @@ class Settle:
                 item, self.search.between(cut.ideals, suffix.figures.lattice), cut.recompute, cut.bound_s
             )
             count += 1
+            if count == FIRST_CUTS and not self.provable:
+                return False
             if count == FIRST_CUTS:
                 faster = itertools.takewhile(lambda cut: cut is None or cut.bound_s < state.best_s, cuts)
                 most = self.search.times * MOST_CUTS
@@ -168,9 +185,18 @@ class Settle:
         stages = configuration.pipeline * configuration.virtual
         bound = self.search.bounds.known(configuration, fused=item.fused)
         choices = self.search.bounds.shape(configuration, fused=item.fused).recompute
-        for ideals in every:
+        some = every if self.provable else every[:FIRST_CUTS]
+        layers = self.search.bounds.layers(configuration)
+        own = np.array(ranks_of(configuration.pipeline, configuration.virtual, configuration.placement))
+        own = own[None, :] == np.arange(configuration.pipeline)[:, None]  # rank, stage
+        for ideals in some:
+            inside = np.diff(lattice.members[list(ideals)].astype(float), axis=0)  # stage, layer
+            load_s, forward_s = inside @ layers.load_s, inside @ layers.forward_s
             for again in itertools.product(choices, repeat=stages):
+                busy_s = own @ (load_s + np.where(again, forward_s, 0.0))
+                if self.search.state.beats(configuration.num_microbatches * float(busy_s.max())):
+                    continue
                 if self.search.spent() > 0:
                     return False
                 self.search.time_cut(item, self.search.between(ideals, lattice), again, bound)
-        return True
+        return len(some) == len(every)

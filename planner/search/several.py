@@ -43,6 +43,8 @@ SEARCH_ON: Final = 1.5
 """Up to how many times the effort of the first looks is spent before and on searching on from random starts."""
 STARTS: Final = 12
 """Random starts that one such cut is the best of."""
+FRUITLESS: Final = 4
+"""Rounds in a row that find nothing better after which it ends."""
 NEAREST: Final = 3
 """Configurations with several stages a rank that are searched on with the effort that is left."""
 FEEDBACKS: Final = 4
@@ -160,7 +162,9 @@ class Several:
         until = max(self.search.bounds.spent, self.search.before + share)
         if self.search.before:
             state.left = max(state.left, until)
-        while near and self.search.bounds.spent < until and state.best is not None and not state.complete:
+        fruitless = 0
+        while near and fruitless < FRUITLESS and self.search.bounds.spent < until and not state.complete:
+            best_s, fruitless = state.best_s, fruitless + 1
             for one in near:
                 self.search.pulse()
                 item, passes = (
@@ -179,6 +183,8 @@ class Several:
                     self._feed_back(item, passes, np.array(best), again)
                 else:
                     self.search.bounds.spent += CUT_ACTIONS + 20 * len(self.search.graph)
+            if state.best_s < best_s:
+                fruitless = 0
 
     def _paired(self, passes: Passes, marks: Ints, again: Bools) -> Ints:
         """The cut after some rounds of pairs of moves; none where there are too many stages."""

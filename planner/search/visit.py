@@ -5,8 +5,9 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from typing import Final
+from typing import Final, NamedTuple
 
+from planner.schedules import Placement
 from planner.search.figures import Figures
 from planner.search.incumbent import topological_orders
 from planner.search.lattice import along
@@ -33,6 +34,25 @@ PROMISED: Final = 8
 """Configurations with several stages a rank that are begun before the most promising of them is timed."""
 MORE_ACTIONS: Final = (600_000, 600_000)
 """Simulated actions for that, each time."""
+
+
+CRAMPED: Final = {Placement.V: 0.6, Placement.LOOP: 1.0}
+"""Of the time to fill the pipeline, what orders take longer for each micro-batch a rank that memory does not hold."""
+CRAMPED_FUSED: Final = 0.2
+"""How many times longer still they take with whole backwards."""
+
+
+DEAR: Final = 5
+"""How much more an item counts for its actions, over all that may be simulated."""
+
+
+class _Next(NamedTuple):
+    """What is to be visited: when it comes, how far it has got, its place, its bound or what it promises (seconds)."""
+
+    turn_s: float
+    level: int
+    place: int
+    seconds: float
 
 
 class Visit:
@@ -109,15 +129,15 @@ class Visit:
 
     def _look_at_promising(self, items: list[Item]) -> None:
         """Look at what promises most of all that the effort did not reach: others had lower bounds, and came first."""
-        begun, best_s = self.several.begun, self.search.state.best_s
+        begun, state = self.several.begun, self.search.state
         worths = {
-            item: min((one.worth_s for one in begun.get(item.configuration, ())), default=math.inf)
+            item: self._slower(item) * min((one.worth_s for one in begun.get(item.configuration, ())), default=math.inf)
             for item in items
             if item not in self.glances and item.look_actions < self.search.effort
         }
         item = min(worths, key=worths.__getitem__, default=None)
-        if item is not None and worths[item] < best_s:
-            self.search.state.left = self.search.bounds.spent + self.search.effort
+        if item is not None and worths[item] < state.best_s:
+            state.left = self.search.bounds.spent + self.search.effort
             self._look(item)
 
     def _visit_in_turn(self, items: list[Item], places: list[int]) -> None:
@@ -127,30 +147,32 @@ class Visit:
 
     def _visit_some(self, items: list[Item], places: list[int]) -> None:
         state = self.search.state
+
+        def following(seconds: float, level: int, place: int) -> _Next:
+            return _Next(seconds * self._slower(items[place]) * self._dearer(items[place]), level, place, seconds)
+
+        bounds = [self.search.bounds.known(items[place].configuration, fused=items[place].fused) for place in places]
         waiting = [
-            (
-                self.search.bounds.known(items[place].configuration, fused=items[place].fused),
-                int(items[place] in self.refined),
-                place,
-            )
-            for place in places
+            following(bound, int(items[place] in self.refined), place)
+            for bound, place in zip(bounds, places, strict=True)
         ]
         heapq.heapify(waiting)
-        promised: list[tuple[float, int, int]] = []
+        promised: list[_Next] = []
         while waiting or promised:
             first = promised and (len(promised) >= PROMISED or not waiting or promised[0] < waiting[0])
-            key, level, index = heapq.heappop(promised if first else waiting)
-            item = items[index]
+            now = heapq.heappop(promised if first else waiting)
+            item, level = items[now.place], now.level
             bound = self.search.bounds.known(item.configuration, fused=item.fused)
-            if not math.isfinite(key) or key > state.best_s * (HOPELESS if level == 3 else 1 + EQUAL):
+            most_s = state.best_s * (HOPELESS if level == 3 else 1 + EQUAL)
+            if not math.isfinite(now.seconds) or now.seconds > most_s:
                 if level == 2:  # what only looks slower than the best stays open; others their bound rules out
                     state.open_items.append((bound, item))
                 continue
-            self._tell((key, level, index), (waiting, promised), items)
+            self._tell(now, (waiting, promised), items)
             if self._is_no_better_tie(bound, item.configuration):
                 continue
             if self.search.spent() > 0:
-                left = [items[other] for _, at, other in ((key, level, index), *waiting, *promised) if at < 3]
+                left = [items[other.place] for other in (now, *waiting, *promised) if other.level < 3]
                 state.open_items += [
                     (self.search.bounds.known(one.configuration, fused=one.fused), one) for one in left
                 ]
@@ -158,17 +180,31 @@ class Visit:
             if level == 0:
                 exact = self.search.bounds.refine(item.configuration, fused=item.fused, best_s=state.best_s)
                 self.refined.add(item)
-                heapq.heappush(waiting, (_rounded(exact) if item.configuration.virtual > 1 else exact, 1, index))
+                rounded = _rounded(exact) if item.configuration.virtual > 1 else exact
+                heapq.heappush(waiting, following(rounded, 1, now.place))
             elif level == 1 and item.configuration.virtual > 1:
-                heapq.heappush(promised, (max(key, self.several.promise(item)), 2, index))
+                heapq.heappush(promised, following(max(now.seconds, self.several.promise(item)), 2, now.place))
             elif level < 3:
                 state.open_items.append((bound, item))
-                if self._look(item):  # among those as promising, what takes little comes first
-                    cost = 1 + item.look_actions / self.search.effort
-                    heapq.heappush(waiting, (self.glances[item] * cost, 3, index))
+                if self._look(item):
+                    seconds = self.glances[item] * self._dearer(item)
+                    heapq.heappush(waiting, _Next(seconds, 3, now.place, seconds))
             elif item not in self.looked and self._may_look(item):
                 self.several.look(item)
                 self.looked.add(item)
+
+    def _slower(self, item: Item) -> float:
+        """By how many times orders of an item are slower than its bound, or what it promises, as a rule."""
+        shape = item.configuration
+        if shape.virtual == 1 or shape.pipeline == 1:
+            return 1.0
+        lacking = self.search.bounds.layers(shape).lacking(shape.pipeline, shape.num_microbatches)
+        filling = shape.pipeline / shape.num_microbatches
+        return 1 + lacking * (CRAMPED[shape.placement] * filling + (CRAMPED_FUSED if item.fused else 0.0))
+
+    def _dearer(self, item: Item) -> float:
+        """By how many times more an item of several stages a rank counts: of those alike what takes little is first."""
+        return 1 + DEAR * item.actions / self.search.effort if item.configuration.virtual > 1 else 1.0
 
     def _look(self, item: Item) -> bool:
         """Look at a configuration, if that is within the effort; with several stages a rank: at one cut at first."""
@@ -203,14 +239,12 @@ class Visit:
             theirs.virtual,
         )
 
-    def _tell(
-        self, now: tuple[float, int, int], queues: tuple[list[tuple[float, int, int]], ...], items: list[Item]
-    ) -> None:
+    def _tell(self, now: _Next, queues: tuple[list[_Next], ...], items: list[Item]) -> None:
         def left() -> int:
             waiting = itertools.chain((now,), *queues)
-            return len({items[index].configuration for _, _, index in waiting} - self.search.state.solved)
+            return len({items[one.place].configuration for one in waiting} - self.search.state.solved)
 
-        item = items[now[2]]
+        item = items[now.place]
         self.search.tell(left, self.search.bounds.known(item.configuration, fused=item.fused))
 
     def _look_at_cuts(self, item: Item) -> None:
