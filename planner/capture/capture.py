@@ -90,6 +90,12 @@ class Capture:
     sharding: Sharding | None = None
     fakes: Fakes | None = field(default=None, repr=False)
 
+    @property
+    def counted_once(self) -> list[str]:
+        """Modules within a checkpoint that change buffers: plain PyTorch does it again in the backward, a graph not."""
+        changed = {name.rpartition(".")[0] for name in self.analysis.trace.changed_buffers}
+        return sorted(changed & self.analysis.lifted.again)
+
     def stages(self, cut: Sequence[Sequence[str]]) -> tuple[StageProgram, ...]:
         """One program for each stage, given the layers' names stage by stage.
 

@@ -78,6 +78,7 @@ class Lifted:
     roles: dict[fx.Node, tuple[Role, str]]
     scopes: dict[fx.Node, tuple[Scope, ...]]
     copies: set[fx.Node] = field(default_factory=set)  # inserted by us: they stay with what they copy
+    again: set[str] = field(default_factory=set)  # modules with buffers that plain PyTorch runs again in the backward
     sized_by_values: set[fx.Node] = field(default_factory=set)  # tensors whose shapes are another at every batch
     constants: dict[str, Tensor] = field(default_factory=dict)
     modules: dict[str, nn.Module] = field(default_factory=dict)  # sub-graphs that higher-order ops are called with
@@ -129,6 +130,7 @@ def _export(
     model: nn.Module, model_file: ModelFile, batch: Batch, fakes: Fakes | None, attributes: Attributes
 ) -> Lifted:
     whole = _whole(model, model_file.leaves)
+    again: set[str] = set()
     while True:
         returned: Mapping[str, list[Returned | HiddenTensorError]] = {}
         if whole:
@@ -139,7 +141,7 @@ def _export(
                 continue
             _refuse_uncalled(model_file, model, whole, returned)
         stand_ins = StandIns(model=model, names=whole, returned=returned)
-        watch = Watch(model, whole, attributes)
+        watch = Watch(model, whole, attributes, again)
         try:
             exported = _exported(model, model_file, batch, stand_ins, watch, fakes)
         except Exception as error:
@@ -152,9 +154,11 @@ def _export(
                 watch.lost.setdefault(place, "calls vmap or another of torch.func's transforms")
             if not watch.lost:
                 try:
-                    return _Copy(exported, model, stand_ins.calls).lifted
+                    lifted = _Copy(exported, model, stand_ins.calls).lifted
                 except InputError as fault:
                     raise InputError(f"{model_file.path}: {fault.message}", hint=fault.hint) from None
+                lifted.again = again
+                return lifted
             found = frozenset()
         for place, what in watch.lost.items():
             if not place:
@@ -214,7 +218,7 @@ def _returned(
     attributes: Attributes,
 ) -> Mapping[str, list[Returned | HiddenTensorError]]:
     """What each call of each module gives in an eager run. Raises _StoppedError where fakes cannot tell."""
-    watch = Watch(model, whole, attributes)
+    watch = Watch(model, whole, attributes, set())
 
     def run() -> None:
         if fakes is None:

@@ -16,10 +16,12 @@ import contextlib
 import random
 import sys
 from collections.abc import Callable, Iterator, Set
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import checkpoint
 
 from planner.capture.attributes import Attributes
 from planner.capture.values import tensors_within
@@ -32,12 +34,14 @@ LOSS = None
 class Watch:
     """Hooks on every module of ``model`` but those ``within`` which nobody looks.
 
-    ``lost``: module (None: the loss) -> what of it the graph would lose, in words.
+    ``lost``: module (None: the loss) -> what of it the graph would lose, in words. ``again``: gets the modules with
+    buffers that run within a checkpoint, which plain PyTorch runs again in the backward.
     """
 
-    def __init__(self, model: nn.Module, opaque: frozenset[str], attributes: Attributes) -> None:
+    def __init__(self, model: nn.Module, opaque: frozenset[str], attributes: Attributes, again: set[str]) -> None:
         self._model = model
         self.attributes = attributes
+        self._again = again
         self._opaque = opaque
         self._running: list[str | None] = [LOSS]
         self._seen: set[Any] = set()
@@ -131,6 +135,8 @@ class Watch:
         def hook(module: nn.Module, arguments: Any, keywords: Any) -> None:
             self.look((arguments, keywords))
             self._running.append(name)
+            if module._buffers and _in_checkpoint():
+                self._again.add(name)
 
         return hook
 
@@ -166,6 +172,13 @@ def reached_apart(model: nn.Module, whole: Set[nn.Module]) -> set[nn.Module]:
                 if child not in whole:
                     stack.append(child)
     return found
+
+
+def _in_checkpoint() -> bool:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename != checkpoint.__file__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _generators() -> tuple[Any, ...]:

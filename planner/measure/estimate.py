@@ -80,6 +80,7 @@ def estimate_profile(model_file: ModelFile, asked: Asked, *, folder: Path, progr
         tensor_left_out=parts.left_out,
         neighbours=0,
         layerwise=True,
+        counted_once=captures[0].counted_once,
     )
 
 

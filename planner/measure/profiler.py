@@ -62,6 +62,8 @@ class Measured:
     neighbours: int
     layerwise: bool
     """Layer by layer, without ever holding the model."""
+    counted_once: list[str]
+    """Modules whose buffers plain PyTorch changes again in the backward, since a checkpoint runs them again."""
     loss: float | None = None
     """Of the example batch; None where no pass went through the whole model."""
 
@@ -135,6 +137,7 @@ def measure_profile(
         tensor_left_out=found.tensor_left_out,
         neighbours=found.neighbours,
         layerwise=layerwise,
+        counted_once=found.captures[0].counted_once,
         loss=whole[0].loss,
     )
 

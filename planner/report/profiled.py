@@ -150,6 +150,11 @@ def _remarks(measured: Measured, change: Difference | None, earlier: Profile | N
         )
     if measured.loss is not None and not isfinite(measured.loss):
         yield f"loss() gave {measured.loss} for the example batch: the times hold, but so the model does not train"
+    if once := measured.counted_once:
+        yield (
+            f"{once[0]}{f' and {len(once) - 1} more' * (len(once) > 1)}: within torch.utils.checkpoint, buffers change "
+            "once a micro-batch; in plain PyTorch again in the backward"
+        )
     for one in measured.left_out:
         yield f"micro-batch size {one.microbatch_size} is left out: {one.reason}"
     for size in sizes_of(profile):

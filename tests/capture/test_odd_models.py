@@ -106,6 +106,38 @@ def test_a_forward_that_differs_by_chance_is_none_of_state(tmp_path: Path) -> No
     assert len(capture(load_model_file(path), microbatch_size=2).layers) > 1
 
 
+NORMED = """
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU())
+        self.register_buffer("fixed", torch.ones(8))
+    def forward(self, x):
+        return self.fixed * {call}
+"""
+
+
+@pytest.mark.parametrize("weightless", [False, True])
+@pytest.mark.parametrize(
+    ("call", "times"),
+    [
+        ("checkpoint(self.inner, x, use_reentrant=False)", 2),
+        ("checkpoint(self.inner, x, use_reentrant=True)", 2),
+        ("(checkpoint(self.inner[0], x, use_reentrant=False) + self.inner(x))", 1),
+    ],
+)
+def test_buffers_that_a_checkpoint_changes_twice_are_named(
+    call: str, times: int, weightless: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "normed.py"
+    path.write_text(_with(NORMED.format(call=call), "return nn.Sequential(nn.Linear(8, 8), Block(), nn.Linear(8, 4))"))
+    captured = capture(load_model_file(path), microbatch_size=2, weightless=weightless)
+    assert captured.counted_once == ["1.inner.1"] * (times - 1)
+    module = captured.model_file.model()
+    module(captured.batch.inputs).sum().backward()
+    assert module[1].inner[1].num_batches_tracked == times
+
+
 def test_a_buffer_that_grows_is_refused(tmp_path: Path) -> None:
     block = STATE.format(change="self.seen = torch.cat([self.seen, y.detach().mean().reshape(1)])")
     block = block.replace(
