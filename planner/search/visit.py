@@ -34,14 +34,10 @@ PROMISED: Final = 8
 """Configurations with several stages a rank that are begun before the most promising of them is timed."""
 MORE_ACTIONS: Final = (600_000, 600_000)
 """Simulated actions for that, each time."""
-
-
 CRAMPED: Final = {Placement.V: 0.6, Placement.LOOP: 1.0}
 """Of the time to fill the pipeline, what orders take longer for each micro-batch a rank that memory does not hold."""
 CRAMPED_FUSED: Final = 0.2
 """How many times longer still they take with whole backwards."""
-
-
 DEAR: Final = 5
 """How much more an item counts for its actions, over all that may be simulated."""
 
