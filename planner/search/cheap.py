@@ -1,5 +1,6 @@
 """Bounds of configurations from totals alone, cheap enough to sort tens of thousands by.
 
+way        a micro-batch goes forward along the heaviest path of layers, and its gradients all the way back
 loads      a rank's M · load, then its optimizer step; over all ranks, the mean of that
 spread     one stage a rank on a chain, links free: with loads l_0..l_{P-1} and R_r = max(M · l_r, l_r + R_{r+1}) the
            least R_0 over all ways to part the whole load has every l_r = R_{r+1} / (M - 1), so that
@@ -44,6 +45,7 @@ class Totals:
         self.load_s: Final = self.plain_s + (float(layers.forward_s.sum()) if recompute == "all" else 0.0)
         self.most_s: Final = float(load.max())
         self.spine_s: Final = float(load[list(layers.spine)].sum())
+        self.way_s: Final = float((load - layers.weight_s)[list(layers.spine)].sum())
         self.share: Final = float(np.min(layers.forward_s[load > 0] / load[load > 0], initial=1.0))
         factor = layers.fixed_factor()
         users = tied(graph)
@@ -179,4 +181,5 @@ def cheap_bound(totals: Totals, configuration: Configuration, *, fused: bool) ->
         spread = 1 - (1 - part) ** ranks if part < 1 else 1.0
         bound = max(bound, share * totals.plain_s / spread if spread > 0 else 0.0)
     bound = max(bound, totals.start_s(ranks, count))
-    return max(bound, totals.spine_s if fused and totals.returns else 0.0)
+    way_s = totals.spine_s if fused else totals.way_s
+    return max(bound, way_s if totals.returns else 0.0)

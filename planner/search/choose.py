@@ -79,8 +79,10 @@ def _solved(profile: Profile, asked: Asked, clock: Clock, watch: Watch | None) -
 
 def _replicas(asked: Asked) -> int:
     """The number of replicas that share the optimizer."""
-    if asked.data is None or len(asked.data) != 1 or asked.data[0] == 1:
+    if asked.data is None or len(asked.data) != 1:
         raise InputError("--zero1 shards the optimizer over D replicas: D must be known", hint="name it: --data 2, say")
+    if asked.data[0] == 1:
+        raise InputError("--zero1 shards the optimizer over D replicas, and there is one", hint="leave --zero1 out")
     return asked.data[0]
 
 

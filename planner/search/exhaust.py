@@ -48,8 +48,9 @@ _CLIMB: Final = 600_000
 _INVENT: Final = 250_000
 """What listing, settling, climbing and inventing may take, in simulated actions (about a microsecond each)."""
 _READY: Final = 400
+_READY_PAIR: Final = 8
 _SIMULATED: Final = 80
-"""What making a cut ready takes, what each simulation on top."""
+"""What making a cut ready takes, at the least and for each pair of stages; what each simulation takes on top."""
 _ORDERS, _SWAPS = 150, 40
 """How many times its actions an order of its own takes; swaps on its critical path."""
 _SOON: Final = (10, 30, 100)
@@ -151,7 +152,7 @@ class Exhaust:
                 continue
             loads = layers.load_s + (layers.forward_s if self.choices[0] else 0.0)
             for ideals in self._light(configuration, loads * configuration.num_microbatches, effort):
-                effort.spend(_READY)
+                effort.spend(_ready(len(ideals) - 1))
                 job = self._job(configuration, ideals)
                 if self.limit is not None and any(resident_bytes(job, r) > self.limit for r in range(job.num_ranks)):
                     continue
@@ -209,7 +210,7 @@ class Exhaust:
 
     def _settled(self, one: _Begun, effort: Effort) -> Iterator[Candidate]:
         """All warm-ups and choices of what recomputes."""
-        effort.spend(_READY)
+        effort.spend(_ready(len(one.ideals) - 1))
         if not self._beats(self._bound_of(one)):
             return
         branching = Branching(self._job(one.configuration, one.ideals, limited=True), self.choices, effort)
@@ -263,7 +264,7 @@ class Exhaust:
 
     def _climbed(self, one: _Begun, effort: Effort) -> Iterator[Candidate]:
         """Usual warm-ups, with no stage or all recomputing, and what is near those that are faster and fit."""
-        effort.spend(_READY)
+        effort.spend(_ready(len(one.ideals) - 1))
         job, shape = self._job(one.configuration, one.ideals, limited=True), one.configuration
         walks: dict[tuple[bool, ...], Walk] = {}
         starts = [(choice,) * len(job.stages) for choice in self.choices]
@@ -320,6 +321,11 @@ class Exhaust:
         if self.limit is not None and max(use.peak_memory_bytes for use in timeline.ranks) > self.limit:
             return None
         return Candidate(configuration=shape, job=walk.job, schedule=name, warmup=warmup, timeline=timeline)
+
+
+def _ready(stages: int) -> int:
+    """What making a cut of so many stages ready takes."""
+    return max(_READY, _READY_PAIR * stages**2)
 
 
 def _usual(name: ScheduleName, shape: Configuration) -> list[_Warmup | None]:

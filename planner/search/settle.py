@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -124,7 +124,11 @@ class Settle:
     def _listed(self, item: Item, most: int) -> list[tuple[int, ...]] | None:
         """The cuts of a short chain that may be faster than the best; None where they are too many, or unknown."""
         cuts = self.search.bounds.cuts(item.configuration)
-        near = cuts.below(self.search.state.best_s * (1 - EQUAL)) if cuts is not None else None
+        if cuts is None:
+            return None
+        before = cuts.spent
+        near = cuts.below(self.search.state.best_s * (1 - EQUAL))
+        self.search.bounds.spent += cuts.spent - before
         if near is not None and item.configuration.pipeline == 1:
             return [tuple(marks) for marks in near.marks[:NEAREST].tolist()]  # the first one mostly reaches its bound
         if near is None or len(near.marks) > most:
@@ -138,7 +142,7 @@ class Settle:
         left: no proof would come of it.
         """
         state, ties_seen, count = self.search.state, 0, 0
-        cuts = suffix.cuts(state.best_s * (1 + 2 * EQUAL), self.search.times * MOST_NODES)
+        cuts = self._charged(suffix)
         while (cut := next(cuts, _NO_CUT)) is not _NO_CUT:
             if cut is None or (count > 0 and self.search.spent() > 0):
                 return state.beats(cut.bound_s if cut is not None else suffix.bound_s)
@@ -159,6 +163,15 @@ class Settle:
                     return False
                 cuts = iter(ahead)
         return True
+
+    def _charged(self, suffix: SuffixBound) -> Iterator[BoundedCut | None]:
+        """Cuts that may be faster, in order of their bound; what it takes to find them is counted as spent."""
+        before = suffix.expanded
+        for cut in suffix.cuts(self.search.state.best_s * (1 + 2 * EQUAL), self.search.times * MOST_NODES):
+            self.search.bounds.spent += suffix.expanded - before
+            before = suffix.expanded
+            yield cut
+        self.search.bounds.spent += suffix.expanded - before
 
     def _settle_by_ilp(self, item: Item) -> bool:
         """Where a graph has too many ideals: the ILP's cuts in order of their bound, each forbidden once timed."""

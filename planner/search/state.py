@@ -29,8 +29,8 @@ CLIMB_SIMULATIONS: Final = 35
 """Simulations of one cut's climb over warm-up depths; its starts take about 25 of them."""
 BASE_ACTIONS: Final = 150_000
 ACTIONS: Final = 15_000
-"""Simulated actions (about a microsecond each) that a search may take: the base, and so many times sqrt(layers · GPUs);
-then as many again to settle what is left, and to prove."""
+"""Simulated actions (about a microsecond each) that a search may take: the base, and so many times
+sqrt(layers · GPUs that some configuration uses); then as many again to settle what is left, and to prove."""
 CUT_ACTIONS: Final = 500
 """What making a cut ready to be timed takes, in simulated actions, and for each layer a few more."""
 
@@ -119,13 +119,14 @@ class Search:
         self.limit: Final = memory_limit(asked.cluster)
         self.configurations: Final = configurations(self.graph, asked)
         self.tensors: Final = tuple(sorted({configuration.tensor for configuration in self.configurations}))
+        self._gpus: Final = max(configuration.gpus for configuration in self.configurations)
         self.bounds: Final = Bounds(self.graph, asked)
         self.state: Final = State(left=self.effort)
 
     @property
     def effort(self) -> int:
         """Simulated actions that each part of the search may take."""
-        return self.times * (BASE_ACTIONS + int(ACTIONS * math.sqrt(len(self.graph) * self.asked.gpus)))
+        return self.times * (BASE_ACTIONS + int(ACTIONS * math.sqrt(len(self.graph) * self._gpus)))
 
     def spent(self) -> float:
         """By how much the effort is over what it may be."""

@@ -65,6 +65,8 @@ class SuffixBound:
     def __init__(self, figures: Figures, shape: Shape) -> None:
         self.figures: Final = figures
         self.shape: Final = shape
+        self.expanded = 0
+        """Options of all stages that were looked at on the way to cuts."""
         self._links()
         total = float(figures.layers.load_s.sum())
         cap = _LOOSE * max(total / shape.num_ranks, float(figures.layers.load_s.max()))
@@ -354,6 +356,7 @@ class SuffixBound:
         key = (rank, options.start)
         if key not in self._rows_of:
             self._rows_of[key] = self.rows(rank, options)
+        self.expanded += options.stop - options.start
         on_rank, to_end, _ = self._rows_of[key]
         end, on_spine = self.end[options], self.on_spine[options]
         value = np.maximum(head + to_end, done)

@@ -114,6 +114,7 @@ def test_a_sharded_optimizer_takes_less_memory_and_its_plan_checks(here: Path) -
     pairs = list(zip(plan.predicted.ranks, fresh.ranks, strict=True))
     assert all(shard.peak_memory_bytes < all_of_it.peak_memory_bytes for shard, all_of_it in pairs)
     assert refused(pipeplan("solve", "--gpus", 4, "--batch", 8, "--zero1")).startswith("--zero1 shards the optimizer")
+    assert "there is one" in refused(pipeplan("solve", "--gpus", 4, "--batch", 8, "--zero1", "--data", 1))
 
 
 def test_one_input_gives_one_plan(here: Path) -> None:
