@@ -53,9 +53,14 @@ class Settle:
         state = self.search.state
         unproven = self._stays_open(near)
         state.far |= unproven
-        self.provable = not unproven and not any(self._is_beyond_listing(item) for _, item in near)
+
+        def beaten(bound: float, item: Item) -> bool:
+            return state.beats(max(bound, self.search.bounds.known(item.configuration, fused=item.fused)))
+
+        self.provable = not unproven
+        self.provable &= not any(self._is_beyond_listing(item) for bound, item in near if not beaten(bound, item))
         for place, (bound, item) in enumerate(near):
-            if state.beats(max(bound, self.search.bounds.known(item.configuration, fused=item.fused))):
+            if beaten(bound, item):
                 continue
             if unproven and (item.configuration not in state.solved or item.actions > GREEDY_MOST):
                 state.complete = False
