@@ -19,6 +19,8 @@ MOST_CUTS: Final = 300
 """Cuts timed in one configuration."""
 FIRST_CUTS: Final = 40
 """Cuts timed in one configuration before it is counted how many are left below the best."""
+FEW_CUTS: Final = 10
+"""Cuts timed in one configuration with several stages a rank where no proof will come."""
 SETTLED_CUTS: Final = 4
 """Cuts that must be within the effort, else a configuration is not settled."""
 MOST_NODES: Final = 20_000
@@ -106,12 +108,13 @@ class Settle:
         stages = configuration.pipeline * configuration.virtual
         if SETTLED_CUTS * item.look_actions > self.search.effort:
             return False  # not even a few of its cuts could be timed
-        every = None
+        every, whole = None, True
         if configuration.virtual > 1:
             most, lattice = self.search.times * MOST_CUTS, self.search.bounds.lattice
             every = lattice.every_cut(stages, most) if lattice else None
             if every is None:
                 every = self._listed(item, most)
+                whole = self.provable or every is None or len(every) <= FEW_CUTS
             if every is None:
                 return False
         if configuration not in self.search.state.solved:
@@ -121,7 +124,7 @@ class Settle:
             self.search.state.solved.add(configuration)
         suffix = self.search.bounds.suffix(configuration, fused=item.fused)
         if every is not None:
-            return self._settle_each(item, every)
+            return self._settle_each(item, every if whole else every[:FEW_CUTS]) and whole
         if suffix is None:
             return self._settle_by_ilp(item)
         return self._settle_in_order(item, suffix)
@@ -203,11 +206,10 @@ class Settle:
         stages = configuration.pipeline * configuration.virtual
         bound = self.search.bounds.known(configuration, fused=item.fused)
         choices = self.search.bounds.shape(configuration, fused=item.fused).recompute
-        some = every if self.provable else every[:FIRST_CUTS]
         layers = self.search.bounds.layers(configuration)
         own = np.array(ranks_of(configuration.pipeline, configuration.virtual, configuration.placement))
         own = own[None, :] == np.arange(configuration.pipeline)[:, None]  # rank, stage
-        for ideals in some:
+        for ideals in every:
             inside = np.diff(lattice.members[list(ideals)].astype(float), axis=0)  # stage, layer
             load_s, forward_s = inside @ layers.load_s, inside @ layers.forward_s
             for again in itertools.product(choices, repeat=stages):
@@ -217,4 +219,4 @@ class Settle:
                 if self.search.spent() > 0:
                     return False
                 self.search.time_cut(item, self.search.between(ideals, lattice), again, bound)
-        return len(some) == len(every)
+        return True
