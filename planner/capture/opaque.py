@@ -299,7 +299,7 @@ def returned_by(
     """
     found: dict[str, list[Returned | HiddenTensorError]] = defaultdict(list)
     depth = 0
-    saving = contextlib.ExitStack()
+    saving = contextlib.ExitStack()  # where sys.exit() ends a forward, no hook is called that would close it
 
     def entered(module: nn.Module, given: Any) -> None:
         nonlocal depth
@@ -332,7 +332,7 @@ def returned_by(
     hooks = [module.register_forward_pre_hook(entered) for module in modules.values()]
     hooks += [module.register_forward_hook(noted(name), always_call=True) for name, module in modules.items()]
     try:
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(drop, drop):
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(drop, drop), saving:
             run()
     finally:
         for hook in hooks:

@@ -243,6 +243,7 @@ def test_one_line_names_the_fault_and_the_mend(case: str, tmp_path: Path) -> Non
     assert fact in line
     assert mend in caught.value.hint
     assert "\n" not in line
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None, "what comes after it can run backwards"
 
 
 @pytest.mark.parametrize(
