@@ -217,8 +217,8 @@ class Bounds:
     ) -> float:
         """The least bound over all configurations, valid for every order of actions.
 
-        The one that is least under the recursion is put to the ILP too. ``ended``: no effort is left but for lists of
-        cuts; ``is_over``: no time either.
+        The one that is least under the recursion is put to the ILP too. ``ended``: no effort is left but for the bounds
+        of a few configurations and for lists of cuts; ``is_over``: no time either.
         """
         heap = [(self.known(c, fused=False), 0, index) for index, c in enumerate(configurations)]
         heapq.heapify(heap)
