@@ -39,9 +39,9 @@ class Rule:
     backward a rank puts an action off if a more pressing one is known to be ready before that fraction of it has
     passed, so that the first gradients come back fast. ``budget_bytes[r]``: what rank r may hold beyond what it always
     holds; ``ahead[r]``: how many of its forwards may be without their backward (None: no limit); ``window``: how many
-    micro-batches may be on their way through the first stage and back; ``behind[r]``: how many W's rank r may leave
-    undone before one presses more than a forward. ``depths[k]``: how many micro-batches may be between F and B
-    (or I) of stage k, in place of the room kept for the oldest: the caller sees to it that all of them fit at once.
+    micro-batches may be on their way through the first stage and back. ``depths[k]``: how many micro-batches may be
+    between F and B (or I) of stage k, in place of the room kept for the oldest: the caller sees to it that all of them
+    fit at once.
     """
 
     split: bool
@@ -51,7 +51,6 @@ class Rule:
     budget_bytes: tuple[float | None, ...]
     ahead: tuple[int | None, ...] | None = None
     window: int | None = None
-    behind: tuple[int, ...] | None = None
     depths: tuple[int, ...] | None = None
 
 
@@ -86,11 +85,12 @@ class _Run:
         self.split: Final = rule.split
         self.deepest: Final = rule.turn is Turn.DEEPEST
         self.level: Final = 2.0 * self.num_stages * self.num_microbatches * (self.num_microbatches + 2)
-        self.letters: Final = (
+        letters = (
             Letter.FORWARD,
             Letter.BACKWARD_INPUT if rule.split else Letter.BACKWARD,
             Letter.BACKWARD_WEIGHT,
         )
+        self.actions: Final = [[walk.actions(k, letter) for k in stages] for letter in letters]
         self.ranks: Final = [stage.rank for stage in job.stages]
         self.own: Final = [[k for k in stages if self.ranks[k] == rank] for rank in range(job.num_ranks)]
         backward = [cost.backward_input_s if rule.split else cost.backward_s for cost in walk.durations]
@@ -99,7 +99,7 @@ class _Run:
             [backward[k] + walk.returns[k].added_s for k in stages],
             [walk.durations[k].backward_weight_s for k in stages],
         )
-        held = [[held_by(stage, letter) for stage in job.stages] for letter in self.letters]
+        held = [[held_by(stage, letter) for stage in job.stages] for letter in letters]
         self.after: Final = [[after for _, after in row] for row in held]
         burst = [max((max(held[_B][k]) for k in own), default=0) for own in self.own]
         # a forward leaves room for the burst of a backward, which it will have to go through
@@ -120,6 +120,16 @@ class _Run:
         self.was_backward: Final = [False] * job.num_ranks
         self.orders: Final[list[list[Action]]] = [[] for _ in range(job.num_ranks)]
         self.events: Final = [(0.0, rank) for rank in range(job.num_ranks)]
+        self.oldest: Final = [0] * job.num_ranks
+        self.kept: Final = [0.0] * job.num_ranks
+        self.keeps_room: Final = rule.depths is None
+        for rank in range(job.num_ranks) if self.keeps_room else ():
+            self._keep_room(rank)
+        self.press_b: Final = self._press(_B, 1)
+        self.press_f: Final = (self._press(_F, 3), self._press(_F, 0))
+        """As they press usually, and right after a backward where those alternate."""
+        rounds = 0 if self.deepest else self.num_stages * job.num_microbatches
+        self.later: Final = [m + m // job.num_ranks * rounds for m in range(job.num_microbatches)]
 
     @staticmethod
     def _wires(given: Handover, into: list[list[list[float]]]) -> list[_Wire]:
@@ -137,79 +147,77 @@ class _Run:
 
     def decide(self, rank: int, now: float) -> None:
         """Start the most pressing action that is ready and has room, if there is one."""
-        rule, own = self.rule, self.own[rank]
+        rule, own, count = self.rule, self.own[rank], self.num_microbatches
         forwards, backwards, weights = self.done
         ready_f, ready_b = self.ready
         takes_f, takes_b, takes_w = self.takes
-        budget, depths = rule.budget_bytes[rank], rule.depths
+        press_f, press_b = self.press_f[rule.alternate and self.was_backward[rank]], self.press_b
+        budget, depths, later = rule.budget_bytes[rank], rule.depths, self.later
         left = math.inf if budget is None else budget - self.held[rank]
-        oldest, begins_left = self._room_to_begin(rank, left) if depths is None else (0, left)
-        late = rule.behind is not None and sum(backwards[k] - weights[k] for k in own) > rule.behind[rank]
-        forward_level = 0 if rule.alternate and self.was_backward[rank] else 3
+        oldest, kept = self.oldest[rank], self.kept[rank]
+        begins_left = left - kept if kept < math.inf else -math.inf
         best, stage, kind = math.inf, -1, _F
         soonest: list[tuple[float, float]] = []
         for k in own:
             begun, returned, ready = forwards[k], backwards[k], ready_b[k]
             if returned < begun and ready < math.inf and takes_b[k] <= left:
-                press = self._press(1, returned, self.num_stages - k)
+                press = press_b[k] + later[returned]
                 if ready > now:
                     soonest.append((press, ready))
                 elif press < best:
                     best, stage, kind = press, k, _B
             ready = ready_f[k]
-            if begun < self.num_microbatches and ready < math.inf:
+            if begun < count and ready < math.inf:
                 if depths is not None:
                     may = begun - returned < depths[k] and takes_f[k] <= left
                 else:
                     may = takes_f[k] <= (begins_left if begun > oldest else left)
                     may = may and (k > 0 or not rule.window or begun - returned < rule.window)
                 if may:
-                    press = self._press(forward_level, begun, k)
+                    press = press_f[k] + later[begun]
                     if ready > now:
                         soonest.append((press, ready))
                     elif press < best:
                         best, stage, kind = press, k, _F
-            if self.split and weights[k] < returned and takes_w[k] <= left:
-                press = (2 if late else 4) * self.level
-                if self.to_begin[rank]:
-                    press += weights[k] * self.num_stages + k
-                else:  # stage by stage, so that what follows a stage's last W runs beside the others'
-                    press += (self.num_stages - k) * self.num_microbatches + weights[k]
-                if press < best:
-                    best, stage, kind = press, k, _W
+        if stage < 0 and self.split:
+            for k in own:
+                if weights[k] < backwards[k] and takes_w[k] <= left:
+                    if self.to_begin[rank]:
+                        press = weights[k] * self.num_stages + k
+                    else:  # stage by stage, so that what follows a stage's last W runs beside the others'
+                        press = (self.num_stages - k) * count + weights[k]
+                    if press < best:
+                        best, stage, kind = press, k, _W
         if stage < 0:
             return
         if rule.patience and not any(backwards[k] for k in own):
-            levels = best // self.level * self.level
+            levels = math.inf if kind == _W else best // self.level * self.level
             awaited = min((ready for press, ready in soonest if press < levels), default=math.inf)
             if awaited < now + rule.patience * self.seconds[kind][stage]:
                 heapq.heappush(self.events, (awaited, rank))
                 return
         self._start(kind, stage, rank, now)
 
-    def _room_to_begin(self, rank: int, left: float) -> tuple[int, float]:
-        """The oldest micro-batch begun, and what a newer one's forward may take: the oldest must be able to go on."""
+    def _keep_room(self, rank: int) -> None:
+        """Note the oldest micro-batch begun, and the room that it needs to go on: a newer one's forward leaves it."""
         rule, own = self.rule, self.own[rank]
-        forwards, backwards = self.done[_F], self.done[_B]
-        oldest = min([backwards[k] for k in own])
-        if rule.ahead is not None:
-            ahead = rule.ahead[rank]
-            if ahead is not None and sum([forwards[k] - backwards[k] for k in own]) >= ahead:
-                return oldest, -math.inf
-        if left == math.inf:
-            return oldest, left
-        return oldest, left - sum([self.after[_F][k] for k in own if forwards[k] <= oldest])
+        forwards, backwards, after = self.done[_F], self.done[_B], self.after[_F]
+        self.oldest[rank] = oldest = min([backwards[k] for k in own])
+        ahead = rule.ahead[rank] if rule.ahead is not None else None
+        is_ahead = ahead is not None and sum([forwards[k] - backwards[k] for k in own]) >= ahead
+        self.kept[rank] = math.inf if is_ahead else sum([after[k] for k in own if forwards[k] <= oldest])
 
-    def _press(self, level: int, m: int, depth: int) -> float:
-        """How much an action presses, least first: its level, then as the rule takes stages in turn."""
-        if self.deepest:
-            return level * self.level + (self.num_stages - depth) * self.num_microbatches + m
-        return level * self.level + (m // self.num_ranks * self.num_stages + depth) * self.num_microbatches + m
+    def _press(self, kind: int, level: int) -> list[float]:
+        """How much a kind of action presses at a level, by stage and with ``later`` of its micro-batch: least first."""
+        stages, count = self.num_stages, self.num_microbatches
+        depths = range(stages - 1) if kind == _F else range(stages, 1, -1)
+        turns = [stages - depth if self.deepest else depth for depth in depths]
+        return [level * self.level + turn * count for turn in turns]
 
     def _start(self, kind: int, stage: int, rank: int, now: float) -> None:
         """Note an action, what it holds from now on, and when what it hands over arrives."""
         end, m = now + self.seconds[kind][stage], self.done[kind][stage]
-        self.orders[rank].append(Action(stage, self.letters[kind], m))
+        self.orders[rank].append(self.actions[kind][stage][m])
         self.done[kind][stage] = m + 1
         self.held[rank] += self.after[kind][stage]
         self.free_s[rank] = end
@@ -219,6 +227,8 @@ class _Run:
             return
         if kind == _F:
             self.to_begin[rank] -= 1
+        if self.keeps_room:
+            self._keep_room(rank)
         ready, arrivals, done = self.ready[kind], self.arrivals[kind], self.done[kind]
         ready[stage] = _ready(arrivals[stage], m + 1)
         for to_rank, busy_s, latency_s, goals in self.wires[kind][stage]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from planner.errors import InputError
-from planner.schedules.action import Letter, Schedule
+from planner.schedules.action import Action, Letter, Order, Schedule
 from planner.simulate.costs import Durations, Handover, Links, durations, handover
 from planner.simulate.job import Job
 
@@ -49,6 +49,14 @@ class Walk:
         self.sends: tuple[Handover, ...] = tuple(handover(stage, stage.sends, job, links) for stage in job.stages)
         self.returns: tuple[Handover, ...] = tuple(handover(stage, stage.returns, job, links) for stage in job.stages)
         self._last: tuple[Schedule, Walked] | None = None
+        self._actions: dict[tuple[int, Letter], Order] = {}
+
+    def actions(self, stage: int, letter: Letter) -> Order:
+        """A stage's actions of one kind, by micro-batch: orders are long, and share them."""
+        key = (stage, letter)
+        if key not in self._actions:
+            self._actions[key] = tuple(Action(stage, letter, m) for m in range(self.job.num_microbatches))
+        return self._actions[key]
 
     def run(self, schedule: Schedule, *, apart: bool = False) -> Walked:
         """Starts and ends of every action. Raises InputError where the schedule waits for ever.
