@@ -145,8 +145,4 @@ class Pipeline:
     def _gradients_for(self, number: int, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """The gradients that a stage is given: of each tensor made or relayed here, from its next reader."""
         program = self.programs[number]
-        return {
-            boundary.name: gradients.pop(boundary.name)
-            for boundary in (*program.sends, *program.receives)
-            if any(reader > number for reader in boundary.grad_readers)
-        }
+        return {name: gradients.pop(name) for name in (*program.roots, *program.relays)}
