@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules import transformer
+from torch.utils import checkpoint
 
 from planner.capture.attributes import Attributes, is_repeatable
 from planner.capture.batch import Batch, leaves, rebuilt
@@ -177,7 +178,7 @@ def _exported(
     wrapper = WithLoss(model, model_file, watch).train()
     faked = contextlib.nullcontext() if fakes is None else fakes.exporting(model)
     try:
-        with quiet(), faked, stand_ins.placed(), watch.watching(), _masks_unlooked_at():
+        with quiet(), faked, stand_ins.placed(), watch.watching(), _plainly():
             return torch.export.export(wrapper, (apart.inputs, apart.target), strict=False)
     finally:
         watch.attributes.put_back()
@@ -339,22 +340,29 @@ _patching = threading.Lock()
 
 
 @contextlib.contextmanager
-def _masks_unlooked_at() -> Iterator[None]:
-    """Within it nn.TransformerEncoder and -Decoder do not branch on whether the values of a mask are causal.
+def _plainly() -> Iterator[None]:
+    """Within it torch leaves out what means nothing in a graph, and what export would trip over.
 
-    A mask is then passed on as it is, which means the same; where it is a constant, masks.py finds out what it says.
+    nn.TransformerEncoder and -Decoder do not branch on whether the values of a mask are causal: it is passed on as it
+    is, which means the same; where it is a constant, masks.py finds out what it says. Non-reentrant checkpoints keep
+    nothing for a backward: what they do for it is no op, yet one within another left all that follows without gradient.
     """
-    looks = transformer._detect_is_causal_mask
 
     def told(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
         return is_causal is True
 
-    with _patching:
-        transformer._detect_is_causal_mask = told
-        try:
-            yield
-        finally:
-            transformer._detect_is_causal_mask = looks
+    def only_forward(*_: Any, **__: Any) -> Iterator[None]:
+        yield
+
+    places = (
+        (transformer, "_detect_is_causal_mask", told),
+        (checkpoint, "_checkpoint_without_reentrant_generator", only_forward),
+    )
+    with _patching, contextlib.ExitStack() as restored:
+        for module, name, stand_in in places:
+            restored.callback(setattr, module, name, getattr(module, name))
+            setattr(module, name, stand_in)
+        yield
 
 
 @contextlib.contextmanager

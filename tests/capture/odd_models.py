@@ -71,6 +71,9 @@ ODD_MODELS: dict[str, str] = {
     "checkpoint_sequential": _checkpointed(
         "self.inner(x) + checkpoint_sequential(self.parts, 2, x, use_reentrant=False)"
     ),
+    "checkpoint_within_checkpoint": _checkpointed(
+        "checkpoint(lambda x: self.parts(x) + checkpoint(self.inner, x, use_reentrant=False), x, use_reentrant=False)"
+    ),
     "checkpoint_branch": _block(
         """
     def __init__(self):
