@@ -12,7 +12,7 @@ import numpy as np
 
 from planner.schedules import ranks_of
 from planner.search.orders import GREEDY_MOST
-from planner.search.state import EQUAL, FAR, Item, Search
+from planner.search.state import EQUAL, FAR, HOPELESS, Item, Search
 from planner.search.suffix import BoundedCut, SuffixBound
 
 MOST_CUTS: Final = 300
@@ -64,7 +64,7 @@ class Settle:
         for place, (bound, item) in enumerate(near):
             if beaten(bound, item):
                 continue
-            if unproven and (item.configuration not in state.solved or item.actions > GREEDY_MOST):
+            if unproven and self._is_left(item):
                 state.complete = False
                 continue
             if self.search.spent() > 0:
@@ -79,8 +79,7 @@ class Settle:
     def _stays_open(self, near: Sequence[tuple[float, Item]]) -> bool:
         """Whether no proof will come: something far below the best takes more than there is to settle it.
 
-        What was not even looked at is then left as it is: its bound is above that of all that was. So is what takes
-        long to simulate: its other cuts, looked at as at first sight, would hardly be better.
+        Then what first looks say hardly more of is left as it is.
         """
         state = self.search.state
         return any(
@@ -88,6 +87,17 @@ class Settle:
             for bound, item in near
             if item.configuration.pipeline > 1
         )
+
+    def _is_left(self, item: Item) -> bool:
+        """Whether an item is not worth settling where no proof will come.
+
+        What was not even looked at: its bound is above that of all that was. What takes long to simulate: its other
+        cuts, looked at as at first sight, would hardly be better. What was seen to be far slower than the best.
+        """
+        state = self.search.state
+        seen = state.per_configuration.get(item.configuration)
+        hopeless = seen is not None and seen.iteration_s > HOPELESS * state.best_s
+        return hopeless or item.configuration not in state.solved or item.actions > GREEDY_MOST
 
     def _is_beyond_listing(self, item: Item) -> bool:
         """Whether several stages a rank can be cut in more ways than could all be timed: they stay open for sure."""

@@ -17,7 +17,7 @@ from planner.search.orders import LONG, Order, missing_bytes
 from planner.search.pairs import paired
 from planner.search.passes import Passes
 from planner.search.space import Configuration
-from planner.search.state import CUT_ACTIONS, Cut, Item, Search
+from planner.search.state import CUT_ACTIONS, HOPELESS, Cut, Item, Search
 from planner.simulate import Walk, simulate
 from planner.simulate.blocks import block, busiest_s
 
@@ -37,13 +37,11 @@ PAIR_ACTIONS: Final = 200
 """What that takes, in simulated actions for each stage."""
 FEWER: Final = 1.05
 """By how much a rough cut may look worse that recomputes less, and yet be tried first."""
-HOPELESS: Final = 1.04
-"""A configuration with a cut so many times slower than the best is left at its first look."""
 SEARCH_ON: Final = 1.5
 """Up to how many times the effort of the first looks is spent before and on searching on from random starts."""
 STARTS: Final = 12
 """Random starts that one such cut is the best of."""
-FRUITLESS: Final = 4
+FRUITLESS: Final = 2
 """Rounds in a row that find nothing better after which it ends."""
 NEAREST: Final = 3
 """Configurations with several stages a rank that are searched on with the effort that is left."""
@@ -96,7 +94,7 @@ class Several:
             if seconds < math.inf:
                 return seconds
         cut, again = self._along(begun.passes, begun.marks), tuple(begun.again.tolist())
-        order = self.search.time_cut(item, cut, again, bound, quick=True)
+        order = self.search.look_at(item, cut, again, bound)
         return math.inf if order is None else order.iteration_s
 
     def _begin(self, item: Item) -> Iterator[_Begun]:
@@ -219,7 +217,7 @@ class Several:
         passes.extra_s = passes.extra_s * 0.0
         best = math.inf
         for _ in range(FEEDBACKS):
-            order = self.search.time_cut(item, self._along(passes, marks), tuple(again.tolist()), bound, quick=True)
+            order = self.search.look_at(item, self._along(passes, marks), tuple(again.tolist()), bound)
             if order is None or order.iteration_s >= best * (1 - 1e-6) or self.search.spent() > 0:
                 return best
             best = order.iteration_s

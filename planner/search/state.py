@@ -17,7 +17,7 @@ from planner.search.bounds import Bounds
 from planner.search.clock import Clock, OutOfTimeError, Progress, Watch
 from planner.search.job import job_of_cut
 from planner.search.lattice import Lattice
-from planner.search.orders import FUSED, Order, time_cut
+from planner.search.orders import FUSED, LONG, Order, time_cut
 from planner.search.result import Candidate
 from planner.search.space import Asked, Configuration, configurations
 from planner.simulate import Job, Walk, simulate
@@ -25,6 +25,8 @@ from planner.simulate import Job, Walk, simulate
 EQUAL: Final = 1e-9
 FAR: Final = 1.06
 """A best time above so many times the least bound that is open is far from proven."""
+HOPELESS: Final = 1.04
+"""A configuration with a cut so many times slower than the best is left at its first look."""
 CLIMB_SIMULATIONS: Final = 35
 """Simulations of one cut's climb over warm-up depths; its starts take about 25 of them."""
 BASE_ACTIONS: Final = 150_000
@@ -33,6 +35,9 @@ ACTIONS: Final = 15_000
 sqrt(layers · GPUs that some configuration uses); then as many again to settle what is left, and to prove."""
 CUT_ACTIONS: Final = 500
 """What making a cut ready to be timed takes, in simulated actions, and for each layer a few more."""
+
+MOST_KEPT: Final = 8
+"""Orders of cuts looked at for the first time that are kept: who looks on begins with them."""
 
 Cut = list[list[str]]
 
@@ -121,6 +126,7 @@ class Search:
         self.tensors: Final = tuple(sorted({configuration.tensor for configuration in self.configurations}))
         self._gpus: Final = max(configuration.gpus for configuration in self.configurations)
         self.bounds: Final = Bounds(self.graph, asked)
+        self._looked: Final[dict[tuple[Item, tuple[tuple[str, ...], ...], tuple[bool, ...]], Order | None]] = {}
         self.state: Final = State(left=self.effort)
 
     @property
@@ -164,6 +170,18 @@ class Search:
     def job(self, item: Item, cut: Cut, recompute: tuple[bool, ...]) -> Job:
         """A cut as the time model takes it."""
         return job_of_cut(self.graph, self.asked, item.configuration, cut, recompute)
+
+    def look_at(self, item: Item, cut: Cut, recompute: tuple[bool, ...], bound_s: float) -> Order | None:
+        """Time one cut quickly; what was seen lately, and not taken up yet, is there at once."""
+        key = (item, tuple(map(tuple, cut)), recompute)
+        if key in self._looked:
+            return self._looked.pop(key)
+        order = self.time_cut(item, cut, recompute, bound_s, quick=True)
+        if item.actions <= LONG:
+            if len(self._looked) >= MOST_KEPT:
+                del self._looked[next(iter(self._looked))]
+            self._looked[key] = order
+        return order
 
     def time_cut(
         self, item: Item, cut: Cut, recompute: tuple[bool, ...], bound_s: float, *, quick: bool = False

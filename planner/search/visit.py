@@ -12,9 +12,9 @@ from planner.search.figures import Figures
 from planner.search.incumbent import topological_orders
 from planner.search.lattice import along
 from planner.search.orders import FUSED, SPLIT
-from planner.search.several import HOPELESS, Several
+from planner.search.several import Several
 from planner.search.space import Configuration
-from planner.search.state import EQUAL, FAR, Item, Search
+from planner.search.state import EQUAL, FAR, HOPELESS, Item, Search
 from planner.search.suffix import SuffixBound
 
 LOOK_NODES: Final = 25
