@@ -14,9 +14,10 @@ until nothing gets better. Short first chunks shorten the fill, so that is one o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from planner.cluster import link_between, memory_limit, ring_link
 from planner.schedules import Placement, ranks_of
@@ -25,10 +26,12 @@ from planner.search.lattice import Bools, Floats, Ints
 from planner.search.space import Configuration
 from planner.search.waves import Waves, waves
 
+_Scalar = TypeVar("_Scalar", bound=np.generic)
+
 _POWER: Final = 60
 """Rows count by this power: nearly the largest alone, and yet every rank's."""
-_REACH: Final = 6
-"""How many layers a boundary moves at once."""
+_STEPS: Final = np.arange(-6, 7)
+"""By how many layers a boundary moves at once."""
 _SWEEPS: Final = 8
 _STRETCH: Final = {Placement.LOOP: 1.8, Placement.V: 1.2}
 """How much longer than its round trip a micro-batch is held, about, where memory is just enough."""
@@ -286,29 +289,28 @@ class Passes:
 
     def _window(self, marks: Ints, again: Bools, first: int, last: int) -> Ints:
         """The best boundaries inside a window: the least sum of powers of its ranks' rows."""
+        inner = np.arange(last + 2 - first)[:, None]
+        spots = marks[first : last + 2, None] + _STEPS
+        allowed = (spots >= marks[first] + inner) & (spots <= marks[last + 1] - inner[::-1])
+        allowed[[0, -1]] = _STEPS == 0
+        spots = np.clip(spots, 0, len(self.order))
         now = _Now(self, marks, again)
-        low, high = int(marks[first]), int(marks[last + 1])
-        spots = [
-            np.arange(max(low + k - first, marks[k] - _REACH), min(high - (last + 1 - k), marks[k] + _REACH) + 1)
-            if first < k <= last
-            else marks[k : k + 1]
-            for k in range(first, last + 2)
-        ]
-        total: Floats = np.zeros(1)
+        rows = np.minimum(now.rows(np.arange(first, last + 1), spots[:-1], spots[1:]) / now.scale_s, 1e4)
+        there = allowed[1:, None, :] & (spots[1:, None, :] > spots[:-1, :, None])
+        costs = np.where(there, np.maximum(rows, 0.0) ** _POWER, np.inf)
+        total: Floats = np.where(allowed[0], 0.0, np.inf)
         came: list[Ints] = []
-        for stage, before, after in zip(range(first, last + 1), spots, spots[1:], strict=False):
-            rows = np.minimum(now.rows(stage, before, after) / now.scale_s, 1e4)
-            there = after[None, :] > before[:, None]
-            cost = total[:, None] + np.where(there, np.maximum(rows, 0.0) ** _POWER, np.inf)
-            choice = np.argmin(cost, axis=0)
-            came.append(choice)
-            total = cost[choice, np.arange(len(after))]
-        if not np.isfinite(total[0]):
+        for each in costs:
+            cost = total[:, None] + each
+            came.append(np.argmin(cost, axis=0))
+            total = cost[came[-1], np.arange(len(total))]
+        place = int(np.argmin(total))
+        if not np.isfinite(total[place]):
             return marks
-        made, place = marks.copy(), 0
+        made = marks.copy()
         for stage in range(last, first, -1):
             place = int(came[stage - first][place])
-            made[stage] = spots[stage - first][place]
+            made[stage] = spots[stage - first, place]
         return made
 
 
@@ -335,61 +337,73 @@ class _Now:
         """F's of the rank's stages before each, (rank, stage)."""
         self.filling: Final = passes.filling(marks) if passes.in_waves else None
 
-    def rows(self, stage: int, before: Ints, after: Ints) -> Floats:
-        """The largest row of the stage's rank, for every pair of a boundary before and one after it."""
-        passes, count = self.passes, self.passes.configuration.num_microbatches
-        rank = passes.rank_of[stage]
-        mine = passes.stages_of[rank]
-        own = int(np.flatnonzero(mine == stage)[0])
-        passed = passes.forward[after][None, :] - passes.forward[before][:, None]
-        works = passes.load[after][None, :] - passes.load[before][:, None] + (passed if self.again[stage] else 0.0)
-        works = count * (works + float(self.works[rank] - self.load[stage]))
-        begun = self.heads[mine] - count * self.done[rank]
-        rows = works + (passes.forward[before] + self.links[stage] - count * self.done[rank, own])[:, None]
-        if self.filling is not None:
-            filled = works + self._waited(self.filling, stage, before, passed)
-            rows = filled if own == 0 else np.maximum(rows, filled)
-        earlier = begun[1 if self.filling is not None else 0 : own]
-        if len(earlier):
-            rows = np.maximum(rows, works + earlier.max())
-        if own + 1 < len(mine):
-            later = begun[own + 1 :].max() + count * self.forward[stage]
-            rows = np.maximum(rows, works - count * passed + later)
-        made: Floats = rows + self.after[rank]
-        return made if passes.limit is None else np.maximum(made, self._held(stage, before, after, passed))
+    def rows(self, stages: Ints, before: Ints, after: Ints) -> Floats:
+        """The largest row of each stage's rank, for every pair of a boundary before and one after the stage.
 
-    def _waited(self, filling: Waves, stage: int, before: Ints, passed: Floats) -> Floats:
-        """What the stage's rank waits in the fill, for every pair; other ranks are taken to wait as they do."""
+        ``before`` and ``after`` have a row of boundaries for each stage; what comes back has their pairs, [b, a].
+        """
+        passes, count = self.passes, self.passes.configuration.num_microbatches
+        ranks = np.array(passes.rank_of)[stages]
+        mine = passes.stages_of[ranks]
+        earlier, later = mine < stages[:, None], mine > stages[:, None]  # chunks of a rank are in the order of stages
+        own = earlier.sum(axis=1)
+        passed = passes.forward[after][:, None, :] - passes.forward[before][:, :, None]
+        works = passes.load[after][:, None, :] - passes.load[before][:, :, None]
+        works = works + np.where(self.again[stages, None, None], passed, 0.0)
+        works = count * (works + _each(self.works[ranks] - self.load[stages]))
+        begun = self.heads[mine] - count * self.done[ranks]
+        starts = passes.forward[before] + (self.links[stages] - count * self.done[ranks, own])[:, None]
+        rows = works + starts[:, :, None]
+        if self.filling is not None:
+            filled = works + self._waited(self.filling, stages, before, passed)
+            rows = np.where(_each(own == 0), filled, np.maximum(rows, filled))
+            earlier[:, 0] = False
+        rows = np.maximum(rows, works + _each(np.where(earlier, begun, -np.inf).max(axis=1)))
+        behind = np.where(later, begun, -np.inf).max(axis=1) + count * self.forward[stages]
+        rows = np.maximum(rows, works - count * passed + _each(behind))
+        made: Floats = rows + _each(self.after[ranks])
+        return made if passes.limit is None else np.maximum(made, self._held(stages, before, after, passed))
+
+    def _waited(self, filling: Waves, stages: Ints, before: Ints, passed: Floats) -> Floats:
+        """What each stage's rank waits in the fill, for every pair; other ranks are taken to wait as they do."""
         ranks = self.passes.configuration.pipeline
-        own, rank = divmod(stage, ranks)
+        own, rank = np.divmod(stages, ranks)
         count = min(ranks, self.passes.configuration.num_microbatches)
-        longer = count * (passed - self.forward[stage])
-        later = (self.passes.forward[before] + self.links[stage] - self.heads[stage])[:, None]
-        waited = np.full(passed.shape, filling.waited[0, 0, rank])
+        longer = count * (passed - _each(self.forward[stages]))
+        later = (self.passes.forward[before] + (self.links[stages] - self.heads[stages])[:, None])[:, :, None]
+        waited: Floats = np.full(passed.shape, -np.inf)
         for chunk in range(self.passes.configuration.virtual):
-            level = filling.level[0, chunk, rank] - (longer if own < chunk else 0.0) + (later if own == chunk else 0.0)
-            waited = level + 0.0 * passed if chunk == 0 else np.maximum(waited, level + filling.before[0, chunk, rank])
+            moved = np.where(_each(own == chunk), later, 0.0) - np.where(_each(own < chunk), longer, 0.0)
+            level = filling.level[0, chunk, rank] + (filling.before[0, chunk, rank] if chunk else 0.0)
+            waited = np.maximum(waited, _each(level) + moved)
         return waited
 
-    def _held(self, stage: int, before: Ints, after: Ints, passed: Floats) -> Floats:
-        """The rank's row of memory, for every pair; stages behind this one are taken to stay as they are."""
+    def _held(self, stages: Ints, before: Ints, after: Ints, passed: Floats) -> Floats:
+        """Each rank's row of memory, for every pair; stages behind its own are taken to stay as they are."""
         passes = self.passes
-        rank = passes.rank_of[stage]
-        mine = [k for k in passes.stages_of[rank] if k != stage]
-        low, high = before[:, None], after[None, :]
+        mine = passes.stages_of[np.array(passes.rank_of)[stages]]
+        others = mine != stages[:, None]
+        low, high, again = before[:, :, None], after[:, None, :], self.again[stages, None, None]
         saved, crossing = passes.saved[high] - passes.saved[low], passes.crossing
-        kept = crossing[low] + 0.0 * saved if self.again[stage] else saved + passes.saved_again[low]
-        trip = passed + passes.inputs[high] - passes.inputs[low] + (passed if self.again[stage] else 0.0)
-        behind = trip + (self.behind[stage + 1] if stage + 1 < passes.num_stages else 0.0)
+        kept = np.where(again, crossing[low], saved + passes.saved_again[low])
+        trip = passed + passes.inputs[high] - passes.inputs[low] + np.where(again, passed, 0.0)
         room = passes.fixed[low] - passes.fixed[high] - 2 * (crossing[low] + crossing[high])
-        if stage == passes.stages_of[rank][0]:
-            room = room - passes.extra_bytes[rank]
+        room = room - _each(np.where(stages == mine[:, 0], passes.extra_bytes[np.array(passes.rank_of)[stages]], 0.0))
+
+        def besides(values: Floats) -> Floats:
+            return _each(np.where(others, values[mine], 0.0).sum(axis=1))
+
         return passes.memory_row(
-            room=room + float(self.room[mine].sum()),
-            burst=np.maximum(saved if self.again[stage] else 0.0, float(self.saved[mine].max(initial=0.0))),
-            kept=kept + float(self.kept[mine].sum()),
-            area=kept * behind + float((self.kept[mine] * self.behind[mine]).sum()),
+            room=room + besides(self.room),
+            burst=np.maximum(np.where(again, saved, 0.0), _each(np.where(others, self.saved[mine], 0.0).max(axis=1))),
+            kept=kept + besides(self.kept),
+            area=kept * (trip + _each(np.append(self.behind, 0.0)[stages + 1])) + besides(self.kept * self.behind),
         )
+
+
+def _each(values: npt.NDArray[_Scalar]) -> npt.NDArray[_Scalar]:
+    """One value a stage, for all pairs of its boundaries."""
+    return values[:, None, None]
 
 
 def _prefix(values: Floats) -> Floats:
