@@ -60,8 +60,6 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         code = _typer_group().main(words, prog_name="pipeplan", standalone_mode=False)
         sys.stdout.flush()
-    except typer.Abort:
-        raise SystemExit(130) from None
     except TyperException as error:
         if debug:
             traceback.print_exc()
@@ -86,7 +84,10 @@ def main(arguments: list[str] | None = None) -> None:
     except Exception as error:  # noqa: BLE001 - the last resort: whatever else it is, it is our bug
         if debug:
             traceback.print_exc()
-        fault = f"{type(error).__name__}: {_one_line(str(error))}"
+        cause = (
+            error.__cause__ if isinstance(error, typer.Abort) and error.__cause__ else error
+        )  # typer's for an EOFError
+        fault = f"{type(cause).__name__}: {_one_line(str(cause))}"
         _say(f"a bug in pipeplan: {fault}; run it again with --debug and report it")
         raise SystemExit(1) from None
     raise SystemExit(code if isinstance(code, int) else 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -140,6 +141,14 @@ def test_closed_streams_are_no_fault(tmp_path: Path, closing: str) -> None:
         )  # fmt: skip
         assert made.returncode == code, (words, made)
         assert "bug" not in made.stderr
+
+
+def test_a_file_of_bytecode_that_was_cut_is_no_interruption(tmp_path: Path) -> None:
+    """Importing it raises EOFError, which typer takes for a person who has had enough."""
+    (tmp_path / "yaml.pyc").write_bytes(importlib.util.MAGIC_NUMBER + bytes(12))
+    answer = _child("check", "plan.yaml", PYTHONPATH=str(tmp_path))
+    assert answer.returncode == 1
+    assert "a bug in pipeplan: EOFError: " in answer.stderr.splitlines()[-1]
 
 
 def test_debug_shows_the_traceback() -> None:
