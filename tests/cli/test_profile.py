@@ -344,8 +344,12 @@ def test_interrupted_the_old_profile_stays(profiled: tuple[Path, Any]) -> None:
         stderr=subprocess.PIPE,
         start_new_session=True,
     )
-    time.sleep(4)
-    assert process.poll() is None, "it was over before it could be interrupted"
+    until = time.monotonic() + 120
+    while len(_in_session(process.pid)) < 2:  # the first neighbour is there once it measures
+        assert process.poll() is None, "it was over before it could be interrupted"
+        assert time.monotonic() < until, "it never measures"
+        time.sleep(0.1)
+    time.sleep(1)
     os.kill(process.pid, signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said

@@ -142,8 +142,13 @@ def test_a_log_that_takes_no_more_lines_is_told_and_training_goes_on(tmp_path: P
 
 
 @slow
-def test_a_disk_that_takes_no_checkpoint_ends_the_run(tmp_path: Path, started: list[Command]) -> None:
+def test_a_disk_that_takes_no_checkpoint_ends_the_run(
+    tmp_path: Path, started: list[Command], monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept = tmp_path / "kept"
+    monkeypatch.setenv(
+        "PYTHONDONTWRITEBYTECODE", "1"
+    )  # Python writes the half of it that it may, and fails on it later
     command = start(tmp_path, "none", "--steps", 5, "--checkpoint", kept, "--checkpoint-every", 1)
     most = 2000  # bytes of any file that it, and what it starts, writes
     resource.prlimit(command.process.pid, resource.RLIMIT_FSIZE, (most, most))
