@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.command import Answer, pipeplan
 from support.plans import chain_profile, fresh_plan, save
 from support.runs import EVERYTHING, plan_of
 
@@ -24,7 +25,8 @@ from planner.plan import Plan, write_plan
 PATIENCE_S = 180
 
 
-def pipeplan(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def started(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, whose processes share its streams."""
     return subprocess.run(
         [sys.executable, "-m", "planner", "run", *words],
         cwd=folder,
@@ -47,7 +49,7 @@ def write(plan: Plan, folder: Path, **changes: Any) -> None:
 
 def test_one_document_on_stdout(plan: Plan, tmp_path: Path) -> None:
     write(plan, tmp_path)
-    done = pipeplan("plan.yaml", "--steps", "3", "--json", "--verify", "--log", "log.jsonl", folder=tmp_path)
+    done = started("plan.yaml", "--steps", "3", "--json", "--verify", "--log", "log.jsonl", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert set(result) == {"losses", "weights_sha256", "steps", "ranks", "predicted", "verify"}
@@ -66,21 +68,21 @@ def test_the_hash_is_over_all_parameters_by_name(plan: Plan, tmp_path: Path) -> 
     model = tmp_path / "still.py"
     model.write_text(EVERYTHING.read_text().replace("lr=1e-2", "lr=0.0"))
     write(plan_of(model, num_ranks=2), tmp_path)
-    done = pipeplan("plan.yaml", "--steps", "1", "--seed", "5", "--json", folder=tmp_path)
+    done = pipeplan("run", tmp_path / "plan.yaml", "--steps", 1, "--seed", 5, "--json")
     torch.manual_seed(5)
     digest = hashlib.sha256()
     for _, parameter in sorted(load_model_file(model).model().named_parameters()):
         digest.update(parameter.detach().numpy().tobytes())
-    assert json.loads(done.stdout)["weights_sha256"] == digest.hexdigest()
+    assert json.loads(done.out)["weights_sha256"] == digest.hexdigest()
 
 
 def test_the_report_reads_at_80_columns(plan: Plan, tmp_path: Path) -> None:
     write(plan, tmp_path)
-    done = pipeplan("plan.yaml", "--steps", "2", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert max(map(len, done.stdout.splitlines())) <= 80
+    done = pipeplan("run", tmp_path / "plan.yaml", "--steps", 2)
+    assert done.code == 0, done.err
+    assert max(map(len, done.out.splitlines())) <= 80
     for words in ("iteration", "idle", "rank 0 busy", "rank 1 peak memory", "pipeplan check --write"):
-        assert words in done.stdout
+        assert words in done.out
 
 
 def test_two_launchers_run_one_plan(plan: Plan, tmp_path: Path) -> None:
@@ -97,7 +99,7 @@ def test_two_launchers_run_one_plan(plan: Plan, tmp_path: Path) -> None:
         text=True,
     )
     try:
-        first = pipeplan(*words, "--node-rank", "0", "--json", folder=tmp_path)
+        first = started(*words, "--node-rank", "0", "--json", folder=tmp_path)
         said, _ = other.communicate(timeout=PATIENCE_S)
     finally:
         other.kill()
@@ -118,25 +120,28 @@ def test_two_launchers_run_one_plan(plan: Plan, tmp_path: Path) -> None:
         (["plan.yaml", "--checkpoint-every", "2"], "--checkpoint"),
     ],
 )
-def test_bad_words_are_one_line(words: list[str], said: str, plan: Plan, tmp_path: Path) -> None:
+def test_bad_words_are_one_line(
+    words: list[str], said: str, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     write(plan, tmp_path)
-    refused(pipeplan(*words, folder=tmp_path), said)
+    refused(pipeplan("run", *words), said)
 
 
 def test_another_model_is_refused(plan: Plan, tmp_path: Path) -> None:
     write(plan, tmp_path, model=dataclasses.replace(plan.model, fingerprint="0" * 64))
-    refused(pipeplan("plan.yaml", folder=tmp_path), "the model is not the one that the plan was made for")
+    refused(pipeplan("run", tmp_path / "plan.yaml"), "the model is not the one that the plan was made for")
 
 
 def test_a_missing_model_file_is_refused(plan: Plan, tmp_path: Path) -> None:
     write(plan, tmp_path, model=dataclasses.replace(plan.model, source="gone.py"))
-    refused(pipeplan("plan.yaml", folder=tmp_path), "gone.py")
+    refused(pipeplan("run", tmp_path / "plan.yaml"), "gone.py")
 
 
-def refused(done: subprocess.CompletedProcess[str], said: str) -> None:
-    assert done.returncode == 2, done.stderr
-    assert done.stdout == ""
-    *before, last = done.stderr.splitlines()
+def refused(done: Answer, said: str) -> None:
+    assert done.code == 2, done.err
+    assert done.out == ""
+    *before, last = done.err.splitlines()
     assert all("cores" in line for line in before), "one line beside the warning"
     assert last.startswith("pipeplan: ")
     assert said in last
@@ -145,10 +150,10 @@ def refused(done: subprocess.CompletedProcess[str], said: str) -> None:
 def test_an_imported_profile_has_no_model_to_train(plan: Plan, tmp_path: Path) -> None:
     imported = dataclasses.replace(plan, profile=dataclasses.replace(plan.profile, provenance="imported"))
     write_plan(imported, tmp_path / "plan.yaml")
-    done = pipeplan("plan.yaml", folder=tmp_path)
-    assert done.returncode == 2
-    assert "has no model to train" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    done = pipeplan("run", tmp_path / "plan.yaml")
+    assert done.code == 2
+    assert "has no model to train" in done.err
+    assert len(done.err.splitlines()) == 1
 
 
 def test_what_does_not_fit_is_remarked_before_it_starts(tmp_path: Path) -> None:
@@ -159,6 +164,6 @@ def test_what_does_not_fit_is_remarked_before_it_starts(tmp_path: Path) -> None:
         cluster=Cluster(memory_bytes=1000),
     )
     path = save(tight, profile, tmp_path)
-    done = pipeplan(path.name, folder=tmp_path)
-    assert done.returncode == 2
-    assert "remark: does not fit: rank 0 needs" in done.stderr
+    done = pipeplan("run", path)
+    assert done.code == 2
+    assert "remark: does not fit: rank 0 needs" in done.err

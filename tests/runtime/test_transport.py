@@ -9,11 +9,14 @@ import pytest
 import torch.distributed as dist
 from support import transports
 
+from planner.runtime.server import start_method, start_server
+
 
 def both(target: Any, ahead: int) -> list[Any]:
     """What two processes say."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("spawn")
+    start_server()
+    context = multiprocessing.get_context(start_method())
     pipes, processes = [], []
     for rank in (0, 1):
         ours, theirs = context.Pipe()
