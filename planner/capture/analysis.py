@@ -13,8 +13,8 @@ from torch import fx, nn
 from planner.capture import layers as cutting
 from planner.capture.batch import Batch, leaves
 from planner.capture.dataflow import Dataflow, Kind, analyse
-from planner.capture.export import Lifted, Role, opaque_call
 from planner.capture.layers import Granularity, Segment
+from planner.capture.lifted import Lifted, Role, opaque_call
 from planner.capture.trace import Trace, trace
 from planner.capture.weightless import Fakes
 

@@ -100,3 +100,13 @@ def shown(value: object) -> str:
     if isinstance(value, (tuple, list)):
         return f"{kind} of {len(value)}"
     return f"{kind} {value!r}" if isinstance(value, (bool, int, float, str)) else kind
+
+
+def called(model: torch.nn.Module, inputs: Any) -> Any:
+    """The model's output: a dict of inputs is passed by keyword, a tuple by position."""
+    try:
+        if isinstance(inputs, Mapping):
+            return model(**inputs)
+        return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+    except SystemExit as error:
+        raise RuntimeError(f"sys.exit({error.code!r}) was called") from error

@@ -14,9 +14,10 @@ from torch import Tensor, fx, nn
 from planner.capture.analysis import Analysis, needed, settled
 from planner.capture.batch import Batch, to_device
 from planner.capture.dataflow import use_newest_aliases
-from planner.capture.export import Autocast, Role, export
+from planner.capture.export import export
 from planner.capture.grouped import group_heads
 from planner.capture.layers import Granularity
+from planner.capture.lifted import Autocast, Role
 from planner.capture.masks import fold_masks
 from planner.capture.model_file import ModelFile
 from planner.capture.program import StageProgram, build_program

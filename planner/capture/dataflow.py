@@ -2,7 +2,8 @@
 
 constant   depends on no parameter and no input: rebuilt on each stage that reads it
 derived    depends on inputs alone: the same
-activation depends on a parameter, on chance, or on a buffer that the model changes: made once, in its layer, and sent
+activation depends on a parameter, on chance, or on a buffer that the model changes: made once, in its layer, and sent;
+           so is a check of a value
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from enum import IntEnum
 
 from torch import fx
 
-from planner.capture.export import Lifted, Role
+from planner.capture.decided import decision_of
+from planner.capture.lifted import Lifted, Role
 from planner.capture.trace import Trace, is_random, returns_what_it_writes, written_nodes
 from planner.errors import InputError
 
@@ -124,7 +126,7 @@ def _kinds(
                 kind = Kind.ACTIVATION if name in changed_buffers else of_role.get(role, Kind.DERIVED)
             else:
                 kind = max((kinds[used] for used in node.all_input_nodes), default=Kind.CONSTANT)
-                if node.op == "call_function" and is_random(node):
+                if node.op == "call_function" and (is_random(node) or decision_of(node) is not None):
                     kind = Kind.ACTIVATION
             kind = max([kind, *(least.get(storage, kind) for storage in trace.facts[node].storages)])
             kinds[node] = kind
@@ -135,7 +137,7 @@ def _kinds(
 
 
 def _live(lifted: Lifted, trace: Trace, nodes: list[fx.Node], writes: dict[fx.Node, frozenset[int]]) -> list[fx.Node]:
-    """Nodes that the loss or a buffer depends on, through values or through storages changed in place."""
+    """Checks, and nodes that the loss or a buffer depends on, through values or through storages changed in place."""
     (loss,) = (node.args[0] for node in lifted.graph.nodes if node.op == "output")
     wanted: set[fx.Node] = {loss}
     storages: set[int] = set()
@@ -144,7 +146,7 @@ def _live(lifted: Lifted, trace: Trace, nodes: list[fx.Node], writes: dict[fx.No
             storages |= trace.facts[node].storages
     live = []
     for node in reversed(nodes):
-        if node not in wanted and not (writes.get(node, frozenset()) & storages):
+        if node not in wanted and decision_of(node) is None and not (writes.get(node, frozenset()) & storages):
             continue
         live.append(node)
         for used in node.all_input_nodes:

@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from planner.capture.analysis import Analysis
-from planner.capture.export import Role
+from planner.capture.lifted import Role
 from planner.capture.split import Gradients, WeightQueue
 
 _UNTRAINED = (Role.CONSTANT, Role.BUFFER)

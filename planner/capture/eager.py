@@ -18,9 +18,9 @@ from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner.capture.batch import Batch, leaves, microbatch
+from planner.capture.batch import Batch, called, leaves, microbatch
 from planner.capture.capture import Capture
-from planner.capture.export import autocast_of, called, op_of, opaque_call
+from planner.capture.lifted import autocast_of, op_of, opaque_call
 from planner.capture.opaque import drop
 from planner.capture.seeds import (
     RandomKey,

@@ -11,19 +11,17 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.overrides import TorchFunctionMode
 
 from planner.capture.attributes import Attributes
-from planner.capture.batch import Batch
-from planner.capture.export import Lifted, called, kept_whole, op_of, quiet
+from planner.capture.batch import Batch, called
+from planner.capture.lifted import Lifted, kept_whole, op_of
 from planner.capture.made_up import computing
 from planner.capture.masks import mask_of
 from planner.capture.model_file import ModelFile
 from planner.capture.opaque import returned_by
 from planner.capture.seeds import RandomStream
-from planner.capture.values import tensors_within
-from planner.capture.weightless import Fakes
+from planner.capture.watch import quiet
+from planner.capture.weightless import Fakes, RealWhereItCan
 
 _aten = torch.ops.aten
 
@@ -72,20 +70,14 @@ def _name(node: fx.Node) -> str:
     return str(getattr(getattr(op_of(node), "_schema", None), "name", ""))
 
 
-class _Look(TorchFunctionMode):
-    """Which calls of attention have ``grouped`` heads, in a run on fakes.
-
-    What is computed from no fake is computed really, so that the model branches on it as it does in training.
-    """
+class _Look(RealWhereItCan):
+    """Which calls of attention have ``grouped`` heads, in a run on fakes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.grouped: list[bool] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         if func is nn.functional.scaled_dot_product_attention:
-            self.grouped.append(kwargs.get("enable_gqa", False))
-        fake = any(isinstance(tensor, FakeTensor) for tensor in tensors_within((args, kwargs)))
-        with contextlib.nullcontext() if fake else unset_fake_temporarily():
-            return func(*args, **kwargs)
+            self.grouped.append((kwargs or {}).get("enable_gqa", False))
+        return super().__torch_function__(func, types, args, kwargs)

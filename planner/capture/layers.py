@@ -15,7 +15,7 @@ from typing import Final, Literal
 
 from torch import fx, nn
 
-from planner.capture.export import Lifted, Scope, op_of, opaque_call
+from planner.capture.lifted import Lifted, Scope, op_of, opaque_call
 from planner.capture.trace import is_getitem
 
 Granularity = Literal["op", "module", "block"]

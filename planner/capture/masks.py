@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from planner.capture.export import Lifted, Role, op_of
+from planner.capture.lifted import Lifted, Role, op_of
 from planner.capture.trace import is_random, written_nodes
 
 _MASK, _CAUSAL = 3, 5  # positions of attn_mask and is_causal

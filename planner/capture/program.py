@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from planner.capture.analysis import Analysis, needed
 from planner.capture.derived import derived_weights, split_derived
-from planner.capture.export import Role, autocast_of, opaque_call
+from planner.capture.lifted import Role, autocast_of, opaque_call
 from planner.capture.seeds import salt_of, seed_layer, seed_layer_cuda, seed_opaque, seed_opaque_cuda
 from planner.capture.sharding import Sharding
 from planner.capture.splitting import SplitOp, leaf_numbers, split_ops

@@ -16,7 +16,7 @@ from planner.capture import shard_picks as _picks  # noqa: F401 - its rules come
 from planner.capture import shard_products as _products  # noqa: F401 - its rules come with it
 from planner.capture.analysis import Analysis
 from planner.capture.dataflow import Kind
-from planner.capture.export import Role, op_of, opaque_call
+from planner.capture.lifted import Role, op_of, opaque_call
 from planner.capture.shard_rules import Context, RefusalError, ResectionError, Step, apply_rule, split_operands
 from planner.capture.shard_split import Shard, Split, State
 from planner.capture.shard_tokens import TokenPlan, late_sums, plan_tokens

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from planner.capture.analysis import Analysis
-from planner.capture.export import Lifted, op_of
+from planner.capture.lifted import Lifted, op_of
 from planner.capture.shard_ops import Collectives
 from planner.capture.shard_plan import ShardPlan
 from planner.capture.shard_rules import Narrowed, Step

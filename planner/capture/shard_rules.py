@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from planner.capture.export import op_of, opaque_call
+from planner.capture.lifted import op_of, opaque_call
 from planner.capture.shard_split import Shard, Split, State, joined
 from planner.capture.shard_views import groups, ways
 

@@ -18,7 +18,7 @@ from itertools import chain
 from torch import fx
 
 from planner.capture.analysis import Analysis
-from planner.capture.export import Role, op_of
+from planner.capture.lifted import Role, op_of
 from planner.capture.shard_rules import (
     BEGINNINGS,
     Context,

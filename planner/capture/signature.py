@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from planner.capture.analysis import Analysis
-from planner.capture.export import op_of, opaque_call
+from planner.capture.lifted import op_of, opaque_call
 from planner.capture.program import StageProgram
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from planner.capture.analysis import Analysis
-from planner.capture.export import Role
+from planner.capture.lifted import Role
 from planner.capture.split import SplitConvolution, SplitEmbedding, SplitMatmul
 
 aten = torch.ops.aten

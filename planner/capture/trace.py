@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
-from planner.capture.export import Lifted, Role, autocast_of, op_of, opaque_call
+from planner.capture.lifted import Lifted, Role, autocast_of, op_of, opaque_call
 from planner.capture.made_up import RealCall
 from planner.capture.model_file import lacks_memory, library_line
 from planner.capture.opaque import OpaqueCall

@@ -13,8 +13,11 @@ as they come. All is put down to the innermost module that is running.
 from __future__ import annotations
 
 import contextlib
+import io
+import logging
 import random
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Set
 from types import FrameType
 from typing import Any
@@ -48,6 +51,11 @@ class Watch:
         self._drawn = _generators()
         self._buffers: dict[nn.Module, dict[str, Tensor | None]] = {}
         self.lost: dict[str | None, str] = {}
+
+    @property
+    def running(self) -> str | None:
+        """The module that runs."""
+        return self._running[-1]
 
     @property
     def innermost(self) -> str | None:
@@ -172,6 +180,32 @@ def reached_apart(model: nn.Module, whole: Set[nn.Module]) -> set[nn.Module]:
                 if child not in whole:
                     stack.append(child)
     return found
+
+
+def alike(model: nn.Module, place: str) -> frozenset[str]:
+    """All modules of the class of the one at ``place``: they would fail for the same reason, one export after another.
+
+    Torch's own modules only hold others, so that one says nothing of the next.
+    """
+    kind = type(model.get_submodule(place))
+    if kind.__module__.partition(".")[0] == "torch":
+        return frozenset({place})
+    return frozenset(name for name, module in model.named_modules() if name and type(module) is kind)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Export prints the graph where it fails, and warns of what does not matter here: keep both off the terminal."""
+    noise = io.StringIO()
+    logger = logging.getLogger("torch")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(noise), contextlib.redirect_stderr(noise):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 def _in_checkpoint() -> bool:

@@ -14,8 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.overrides import TorchFunctionMode
+
+from planner.capture.values import tensors_within
 
 _patching = threading.Lock()
 
@@ -97,6 +100,16 @@ class Fakes:
         finally:
             for held, name, parameter in places:
                 held[name] = parameter
+
+
+class RealWhereItCan(TorchFunctionMode):
+    """Within it what is computed from no fake is computed really: a model branches on it as it does in training."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        fake = any(isinstance(tensor, FakeTensor) for tensor in tensors_within((args, kwargs)))
+        with contextlib.nullcontext() if fake else unset_fake_temporarily():
+            return func(*args, **kwargs)
 
 
 def buffers_to(module: nn.Module, device: torch.device | str) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from planner.capture import Batch, Capture, ModelFile, RandomKey, Stage, StageProgram, capture
 from planner.capture.batch import leaves, rebuilt
-from planner.capture.export import opaque_call
+from planner.capture.lifted import opaque_call
 from planner.capture.made_up import made_up
 from planner.capture.signature import signature
 from planner.cluster import device_memory

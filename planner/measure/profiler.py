@@ -13,7 +13,7 @@ import torch
 
 from planner.allocator import keep_freed_memory
 from planner.capture import Capture, CapturedEdge, ModelFile, capture
-from planner.capture.export import called
+from planner.capture.batch import called
 from planner.capture.model_file import lacks_memory
 from planner.errors import InputError, words_of
 from planner.measure.held import HeldBytes, measure_held

@@ -267,4 +267,44 @@ def model():
         keep = torch.empty(x.shape[0], 1).bernoulli_(0.8)
         return x + keep * self.a(noisy + self.time(torch.exp(-torch.arange(8.0)) * when[:, None]).sin())
 """),
+    "decides_on_values": f"""{HEAD}
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1)) for _ in range(4)])
+    def forward(self, x, where):
+        if where.lt(0).any():
+            x = -x
+        for block in self.blocks:
+            if torch.rand(()) >= 0.0:
+                x = x + block(x).relu()
+        return x
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.stack, self.b = nn.Linear(8, 8), Stack(), nn.Linear(8, 4)
+    def forward(self, x):
+        if x.abs().max() > 1e9:
+            raise ValueError("too large")
+        x = self.stack(self.a(x), x.square())
+        assert torch.isfinite(x).all()
+        return self.b(x)
+def model():
+    return Net()
+def batch(size):
+    return torch.randn(size, 8), torch.randint(4, (size,))
+def loss(output, target):
+    assert (target >= 0).all()
+    return F.cross_entropy(output, target, reduction="sum") / (target != -100).sum().item()
+""",
+    "ctc": f"""{HEAD}
+def model():
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 12), nn.LogSoftmax(-1))
+def batch(size):
+    return torch.randn(size, 20, 8), (torch.randint(1, 12, (size, 5)), torch.randint(2, 6, (size,)))
+def loss(output, target):
+    labels, lengths = target
+    kept = labels.masked_select(torch.arange(5) < lengths[:, None])
+    return F.ctc_loss(output.transpose(0, 1), kept, torch.full((output.shape[0],), 20), lengths)
+""",
 }

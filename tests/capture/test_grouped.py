@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from planner.capture import capture, load_model_file
-from planner.capture.export import op_of
+from planner.capture.lifted import op_of
 from tests.capture.pipelines import Pipeline, differences, eager_step, even_cut, gpipe
 
 MODEL = """

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from planner.capture import capture, load_model_file
-from planner.errors import InputError
+from planner.errors import InputError, RunError
 from tests.capture.odd_models import HEAD, ODD_MODELS, ROWS
 from tests.capture.pipelines import Pipeline, differences, eager_step, even_cut, gpipe, one_f_one_b
 
@@ -250,3 +250,14 @@ def test_modules_that_cannot_be_taken_as_they_are(model: str, fact: str, mend: s
     line = _refused(tmp_path, _with("", model))
     assert f": model() {fact}; " in line
     assert mend in line
+
+
+def test_a_value_that_is_another_than_when_it_was_captured_stops_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "decides.py"
+    path.write_text(ODD_MODELS["decides_on_values"])
+    captured = capture(load_model_file(path), microbatch_size=2)
+    assert len({layer.name for layer in captured.layers if "stack.blocks" in layer.name}) == 4, "it is not kept whole"
+    batch = next(captured.model_file.data(2))
+    large = batch._replace(inputs=batch.inputs * 1e10)
+    with pytest.raises(RunError, match=r"decides\.py:\d+: .* was False when it was captured and is True now"):
+        Pipeline(captured, even_cut(captured, 2)).step(large, 1, actions=gpipe(2, 1))

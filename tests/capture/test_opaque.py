@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from planner.capture import Capture, EagerReference, RandomKey, Stage, capture, load_model_file
-from planner.capture.export import opaque_call
+from planner.capture.lifted import opaque_call
 from planner.errors import InputError, RunError
 from tests.capture.captures import captured_at
 from tests.capture.pipelines import Pipeline, differences, even_cut, gpipe

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from planner.capture import EagerReference, capture, load_model_file
-from planner.capture.export import op_of
+from planner.capture.lifted import op_of
 from tests.capture.pipelines import Pipeline, Trained, differences, even_cut, gpipe
 from tests.capture.real_models import REAL_MODELS
 
