@@ -90,7 +90,7 @@ def model_file(seed: int) -> ModelFile:
     return ModelFile(path=Path("random.py"), global_batch=None, leaves=(), functions=functions)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32 - 1))
 @example(seed=2484977)  # a shared module's second name heads a layer
 def test_random_models_equal_one_stage(seed: int) -> None:

@@ -231,7 +231,7 @@ def test_edges_have_the_sizes_of_what_crosses(captured: Capture) -> None:
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Profile]:
     path = _copy("gpt", tmp_path_factory.mktemp("tied"), TIED="True", BLOCKS="3")
-    profile = _measured(path, (1, 2)).profile
+    profile = _measured(path, (2,)).profile
     write_profile(profile, path.with_suffix(".json"))
     return path, profile
 
@@ -245,7 +245,7 @@ def test_a_profile_is_valid_and_whole(tied: tuple[Path, Profile]) -> None:
     assert profile.device.software["busy_neighbours"] == "0"
     assert all(source.name != target.name for source, target in pairwise(profile.layers))
     for layer in profile.layers:
-        assert [cost.microbatch_size for cost in layer.costs] == [1, 2]
+        assert [cost.microbatch_size for cost in layer.costs] == [2]
         assert all(cost.spread is not None for cost in layer.costs)
 
 
