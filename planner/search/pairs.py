@@ -15,8 +15,6 @@ from planner.search.lattice import Bools, Floats, Ints
 from planner.search.passes import Passes
 
 _STEPS: Final = (-2, -1, 1, 2)
-_POWER: Final = 80
-"""Rows count by this power: nearly the largest alone, and yet every rank's."""
 _BEST: Final = 8
 """So many of the most promising pairs are looked at with memory."""
 _MOST_ENTRIES: Final = 1_000_000
@@ -36,7 +34,16 @@ def paired(passes: Passes, marks: Ints, again: Bools, rounds: int) -> Ints:
 
 def _price(rows: Floats, passes: Passes) -> float:
     scale = passes.configuration.num_microbatches * passes.load[-1] / passes.configuration.pipeline
-    return float(((rows / scale) ** _POWER).sum()) if np.isfinite(rows).all() else np.inf
+    return float(_counted(rows / scale).sum()) if np.isfinite(rows).all() else np.inf
+
+
+def _counted(rows: Floats) -> Floats:
+    """Rows to the 80th power, several times faster than a power: nearly the largest counts, and yet every rank's."""
+    fifth = np.square(np.square(rows))
+    fifth *= rows
+    for _ in range(4):
+        np.square(fifth, out=fifth)
+    return fifth
 
 
 def _better(passes: Passes, marks: Ints, again: Bools, best: float) -> tuple[float, Ints] | None:
@@ -58,8 +65,8 @@ def _better(passes: Passes, marks: Ints, again: Bools, best: float) -> tuple[flo
     first = first[:room]
     scale = passes.configuration.num_microbatches * passes.load[-1] / passes.configuration.pipeline
     rows = (now + change[first])[:, None, :] + change[None, :, :]
-    price = ((rows / scale) ** _POWER).sum(axis=2)
-    alone = ((now + change[first]) / scale) ** _POWER  # the first move by itself
+    price = _counted(rows / scale).sum(axis=2)
+    alone = _counted((now + change[first]) / scale)  # the first move by itself
     price[np.arange(len(first)), first] = alone.sum(axis=1)
     price[boundaries[first][:, None] == boundaries[None, :]] = np.inf
     price[np.arange(len(first)), first] = alone.sum(axis=1)

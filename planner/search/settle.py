@@ -21,6 +21,8 @@ FIRST_CUTS: Final = 40
 """Cuts timed in one configuration before it is counted how many are left below the best."""
 FEW_CUTS: Final = 10
 """Cuts timed in one configuration with several stages a rank where no proof will come."""
+HOPELESS_CUTS: Final = 2
+"""Cuts in a row of one configuration that are far slower than the best, where no proof will come."""
 SETTLED_CUTS: Final = 4
 """Cuts that must be within the effort, else a configuration is not settled."""
 MOST_NODES: Final = 20_000
@@ -157,9 +159,9 @@ class Settle:
         """Time all cuts with a bound below the best.
 
         Where the first ones leave more than could all be timed, or something else stays open for sure, the rest is
-        left: no proof would come of it.
+        left: no proof would come of it. Then a few that are far slower than the best are enough, too.
         """
-        state, ties_seen, count = self.search.state, 0, 0
+        state, ties_seen, count, hopeless = self.search.state, 0, 0, 0
         cuts = self._charged(suffix)
         while (cut := next(cuts, _NO_CUT)) is not _NO_CUT:
             if cut is None or (count > 0 and self.search.spent() > 0):
@@ -167,11 +169,13 @@ class Settle:
             ties_seen += state.beats(cut.bound_s)
             if cut.bound_s > state.best_s * (1 + EQUAL) or ties_seen > MOST_TIES:
                 return True
-            self.search.time_cut(
+            order = self.search.time_cut(
                 item, self.search.between(cut.ideals, suffix.figures.lattice), cut.recompute, cut.bound_s
             )
             count += 1
-            if count == FIRST_CUTS and not self.provable:
+            slow = order is None or order.iteration_s > HOPELESS * state.best_s
+            hopeless = hopeless + 1 if slow else 0
+            if not self.provable and (count == FIRST_CUTS or hopeless == HOPELESS_CUTS):
                 return False
             if count == FIRST_CUTS:
                 faster = itertools.takewhile(lambda cut: cut is None or cut.bound_s < state.best_s, cuts)
