@@ -352,7 +352,9 @@ def test_interrupted_the_old_profile_stays(profiled: tuple[Path, Any]) -> None:
     time.sleep(1)
     os.kill(process.pid, signal.SIGINT)
     _, said = process.communicate(timeout=60)
-    assert process.returncode == 130, said
+    # a shell calls both 130: Python itself ends by the signal where ^C fell into an exec, such as an import makes
+    assert process.returncode in (130, -signal.SIGINT), said
+    assert not said
     assert path.read_bytes() == before
     assert [entry.name for entry in path.parent.iterdir()] == ["net.json"]
     time.sleep(0.5)
