@@ -84,9 +84,10 @@ def main(arguments: list[str] | None = None) -> None:
     except Exception as error:  # noqa: BLE001 - the last resort: whatever else it is, it is our bug
         if debug:
             traceback.print_exc()
-        cause = (
-            error.__cause__ if isinstance(error, typer.Abort) and error.__cause__ else error
-        )  # typer's for an EOFError
+        # typer's own for an EOFError, which is our bug, and for ^C with some of its versions
+        cause = error.__cause__ if isinstance(error, typer.Abort) and error.__cause__ else error
+        if isinstance(cause, KeyboardInterrupt):
+            raise SystemExit(130) from None
         fault = f"{type(cause).__name__}: {_one_line(str(cause))}"
         _say(f"a bug in pipeplan: {fault}; run it again with --debug and report it")
         raise SystemExit(1) from None
