@@ -8,19 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
 
 from planner.cluster import check_tensor, device_memory
 from planner.errors import InputError
 from planner.files import as_record, plain, read_yaml, write_atomically, yaml_text
 from planner.plan.plan import Plan
-from planner.schedules import Placement, ScheduleName, check_shape, parse_action, rank_of
+from planner.schedules import MOST_FORWARDS, Placement, ScheduleName, check_shape, parse_action, rank_of
 
 Fault = tuple[str, str, str]
 """Place, fault and mend."""
-
-MOST_FORWARDS: Final = 20_000_000
-"""Stages times micro-batches of a plan; what has more would take hours and all memory to simulate or to run."""
 
 
 def read_plan(path: Path) -> Plan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from planner.errors import InputError
 from planner.schedules import interleaved, one_f_one_b
@@ -14,6 +15,9 @@ from planner.schedules.names import Placement, ScheduleName
 from planner.schedules.v_memory import v_half, v_min
 from planner.schedules.zb_v import zb_v
 from planner.schedules.zero_bubble import zb_h1, zb_h1_depths, zb_h2
+
+MOST_FORWARDS: Final = 2**20
+"""Stages times micro-batches of a plan: more take many gigabytes, and minutes for each order that is simulated."""
 
 _WITH_WARMUP = (ScheduleName.ONE_F_ONE_B, ScheduleName.INTERLEAVED, ScheduleName.ZB_H1)
 _ONE_STAGE_A_RANK = (ScheduleName.GPIPE, ScheduleName.ONE_F_ONE_B, ScheduleName.ZB_H2)

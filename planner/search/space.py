@@ -11,7 +11,7 @@ from planner.errors import InputError
 from planner.graph import LayerGraph
 from planner.profile import tensor_sizes
 from planner.record import record
-from planner.schedules import Placement, Schedule, ScheduleName, build
+from planner.schedules import MOST_FORWARDS, Placement, Schedule, ScheduleName, build
 
 EVERY: Final = tuple(ScheduleName)
 """All schedules, synthesised orders among them."""
@@ -78,9 +78,10 @@ class Configuration:
 
 
 def configurations(graph: LayerGraph, asked: Asked) -> tuple[Configuration, ...]:
-    """Every configuration asked for, fewest GPUs and micro-batches first.
+    """Every configuration asked for that a plan may have, fewest GPUs and micro-batches first.
 
-    Raises InputError where no measured micro-batch size divides the global batch, or none was measured that is asked.
+    Raises InputError where no measured micro-batch size divides the global batch, none was measured that is asked, or
+    all would have more than MOST_FORWARDS.
     """
     rows = [(size, tensor) for size, tensor in graph.rows() if _tensor_asked(asked, tensor)]
     sizes = sorted({size for size, _ in rows})
@@ -114,10 +115,23 @@ def configurations(graph: LayerGraph, asked: Asked) -> tuple[Configuration, ...]
         if ranks * virtual <= len(graph)
         for placement in ((Placement.LOOP, Placement.V) if virtual == 2 and ranks > 1 else (Placement.LOOP,))
     )
-    if not made:
+    short = tuple(one for one in made if _forwards(one) <= MOST_FORWARDS)
+    if made and not short:
+        forwards, least = min(((_forwards(one), one) for one in made), key=lambda pair: pair[0])
+        raise InputError(
+            f"a global batch of {asked.global_batch} makes at least {forwards} forwards a step (data {least.data}, "
+            f"micro-batch {least.microbatch_size}); at most {MOST_FORWARDS} are planned for",
+            hint="choose a smaller --batch, or profile larger micro-batches",
+        )
+    if not short:
         fault, mend = _nothing(graph, asked, sizes, sorted({tensor for _, tensor in rows}))
         raise InputError(fault, hint=mend)
-    return tuple(sorted(made, key=lambda c: (c.gpus, c.num_microbatches, c.pipeline, c.virtual, c.placement)))
+    return tuple(sorted(short, key=lambda c: (c.gpus, c.num_microbatches, c.pipeline, c.virtual, c.placement)))
+
+
+def _forwards(configuration: Configuration) -> int:
+    """Of all stages of a replica's pipeline in a step."""
+    return configuration.pipeline * configuration.virtual * configuration.num_microbatches
 
 
 def tensor_left_out(graph: LayerGraph, asked: Asked) -> dict[int, tuple[str, str]]:

@@ -153,6 +153,7 @@ def test_where_nothing_fits_it_says_what_is_missing_and_what_would_do(here: Path
         (("--gpus", "2", "--batch", "7", "--microbatch", "2"), "multiple"),
         (("--gpus", "2", "--microbatch", "3"), "no costs at micro-batch size 3"),
         (("--gpus", "2", "--microbatch", "two"), "--microbatch"),
+        (("--gpus", "2", "--batch", "1000000000000"), "at most 1048576 are planned for"),
         (("--gpus", "2", "--pipeline", "5"), "pipeline 5 · data 1 · tensor 1 is 5 GPUs, more than the 2"),
         (("--gpus", "2", "--schedule", "1f2b"), "1f2b"),
         (("--gpus", "2", "--memory", "much"), "much"),
