@@ -13,14 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from planner.capture.decided import CTC_LOSS, DECIDED, Values, check_of, ctc_loss
+from planner.capture.decided import CTC_LOSS, DECIDED, Values, check_of
 from planner.capture.lifted import Lifted, Role, Scope
 from planner.capture.opaque import OPAQUE, OpaqueCall, function_of
 from planner.errors import InputError
 
 _ASSERTS = ("_assert", "sym_constrain_range")
-
-
 _TO_THAT_OF_ANOTHER = (torch.ops.aten.type_as.default, torch.ops.aten.to.other)
 """Ops that read nothing of a second tensor but its type and device, which are known: it need not be there."""
 
@@ -113,7 +111,7 @@ class Copy:
         if target is DECIDED:
             target, args = check_of(self._values.decisions[args[1]]), args[:1]
         if target is CTC_LOSS:
-            target = ctc_loss
+            target = nn.functional.ctc_loss
         if target in _TO_THAT_OF_ANOTHER and isinstance(args[1], fx.Node):
             like = node.meta["val"]
             target, args = torch.ops.aten.to.device, (args[0], like.device, like.dtype, *args[2:])

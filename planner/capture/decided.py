@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,19 +137,14 @@ torch.library.register_fake("pipeplan_decided::decided", lambda value, number: v
 torch.library.register_fake("pipeplan_decided::ctc_loss", _shape_of_ctc_loss, lib=_library)
 
 
-def ctc_loss(
-    log_probs: Tensor,
-    targets: Tensor,
-    input_lengths: Tensor,
-    target_lengths: Tensor,
-    blank: int,
-    reduction: str,
-    zero_infinity: bool,
-) -> Tensor:
-    """What stands in the graph."""
-    return nn.functional.ctc_loss(
-        log_probs, targets, input_lengths, target_lengths, blank=blank, reduction=reduction, zero_infinity=zero_infinity
-    )
+def longest_ctc_loss(reduction: str, given: Sequence[Tensor], *_: Any) -> list[Tensor]:
+    """Of log-probabilities, targets and lengths without values: these become as long as they can be."""
+    log_probs, targets, read, spoken = given
+    longest = targets.shape[-1] if targets.dim() == 2 else targets.numel() // max(spoken.numel(), 1)
+    read.data.fill_(log_probs.shape[0])
+    spoken.data.fill_(longest)
+    targets = targets if targets.dim() == 2 else targets[: longest * spoken.numel()]
+    return [nn.functional.ctc_loss(log_probs, targets, read, spoken, reduction=reduction)]
 
 
 def check_of(decision: Decision) -> Callable[[Tensor], None]:

@@ -28,6 +28,14 @@ from planner.errors import InputError, RunError
 _SHARE_TO_CUT = 1 / 4
 """Of a model's parameters: what a module holds that is better cut than kept whole, though it decides on values."""
 
+OUTERMOST: Mapping[str | None, str] = {LOSS: "loss()", "": "the model's own forward()"}
+_BATCHES = 4
+IN_A_MODULE = (
+    "do what depends on the values of tensors, a loss too, in a module of its own that the model calls (it is then "
+    "kept whole)"
+)
+_DRAWS = 1000
+
 
 def decidable(model: nn.Module, place: str | None) -> frozenset[str | None]:
     """The modules that may decide on values as they do in a few batches, where the one at ``place`` does.
@@ -94,14 +102,6 @@ def told_in(
     return same
 
 
-OUTERMOST: Mapping[str | None, str] = {LOSS: "loss()", "": "the model's own forward()"}
-_BATCHES = 4
-IN_A_MODULE = (
-    "do what depends on the values of tensors, a loss too, in a module of its own that the model calls (it is then "
-    "kept whole)"
-)
-
-
 def unsure_of(lifted: Lifted) -> dict[str | None, Decision]:
     """The modules that decide on what may well be another value in another step, with the first that each does.
 
@@ -135,9 +135,6 @@ def _behind(node: fx.Node) -> list[fx.Node]:
                 found.add(used)
                 stack.append(used)
     return [one for one in node.graph.nodes if one in found]
-
-
-_DRAWS = 1000
 
 
 def _always(lifted: Lifted, nodes: list[fx.Node]) -> bool:

@@ -7,6 +7,7 @@ Storages are told apart by weak references, which keep an address from being use
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,8 +18,10 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.functional import ctc_loss
 from torch.utils.flop_counter import FlopCounterMode
 
+from planner.capture.decided import longest_ctc_loss
 from planner.capture.lifted import Lifted, Role, autocast_of, op_of, opaque_call
 from planner.capture.made_up import RealCall
 from planner.capture.model_file import lacks_memory, library_line
@@ -154,10 +157,11 @@ class _Run:
                 saved.add(self.storages.number(tensor, node))
 
             with _refusing(call):
-                if self._fakes is not None and call is not None:
-                    real = RealCall(node.target, args, self._fakes)  # type: ignore[arg-type]
+                if self._fakes is not None and (call is not None or op_of(node) is ctc_loss):
+                    function, arguments = (node.target, args) if call else _of_longest(args)
+                    real = RealCall(function, arguments, self._fakes)  # type: ignore[arg-type]
                     saved |= {self.storages.number(fake, node) for fake in real.saved}
-                    value = real.outputs
+                    value = real.outputs if call else real.outputs[0]
                 else:
                     with torch.autograd.graph.saved_tensors_hooks(pack, _never):
                         value = node.target(*args, **kwargs)  # type: ignore[operator]
@@ -177,6 +181,12 @@ class _Run:
             ),
         )
         return value
+
+
+def _of_longest(args: tuple[Any, ...]) -> tuple[Callable[..., list[Tensor]], tuple[list[Tensor], ...]]:
+    """A CTC loss, whose kernel reads lengths, as RealCall takes it."""
+    *tensors, _, reduction, _ = args
+    return functools.partial(longest_ctc_loss, reduction), (tensors, [], [])
 
 
 @contextlib.contextmanager

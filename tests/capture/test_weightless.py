@@ -15,6 +15,7 @@ from planner.errors import InputError
 from planner.examples import example_text
 from planner.measure.held import measure_held
 from tests.capture.captures import captured_at
+from tests.capture.odd_models import ODD_MODELS
 from tests.capture.real_models import REAL_MODELS
 
 MODELS = sorted(path.stem for path in (Path(__file__).parent / "models").glob("*.py"))
@@ -56,6 +57,19 @@ def test_the_layers_of_real_models_too(name: str, granularity: Granularity, tmp_
     path = tmp_path / f"real_{name}.py"
     path.write_text(REAL_MODELS[name] if name in REAL_MODELS else example_text(name))
     assert_same(*both(path, granularity))
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_a_loss_whose_kernel_reads_lengths_needs_no_values(reduction: str, tmp_path: Path) -> None:
+    """It saves as much as it does for the longest that there can be."""
+    text = (
+        ODD_MODELS["ctc"]
+        .replace("randint(2, 6,", "randint(5, 6,")
+        .replace(", lengths)\n", f", lengths, 0, {reduction!r}).mean()\n")
+    )
+    path = tmp_path / f"odd_{reduction}.py"
+    path.write_text(text)
+    assert_same(*both(path))
 
 
 MORE = sorted((Path(__file__).parent / "more").glob("*.py"))
