@@ -20,7 +20,7 @@ from torch.utils import checkpoint
 from planner.capture.attributes import Attributes, is_repeatable
 from planner.capture.batch import Batch, called, leaves, rebuilt
 from planner.capture.copied import Copy, scopes_of
-from planner.capture.decided import Values
+from planner.capture.decided import Place, Values
 from planner.capture.decisions import IN_A_MODULE, OUTERMOST, decidable, told_in, unsure_of
 from planner.capture.lifted import Lifted, kept_whole
 from planner.capture.made_up import computing
@@ -73,15 +73,21 @@ def _export(
     again: set[str] = set()
     decided, undecided = frozenset[str | None](), frozenset[str | None]()
     while True:
+        told = told_in(model, model_file, batch, whole, decided, attributes, fakes)
         returned: Mapping[str, list[Returned | HiddenTensorError]] = {}
         if whole:
             try:
-                returned = _returned(model, model_file, batch, whole, fakes, attributes)
+                returned = _returned(model, model_file, batch, whole, told, decided, fakes, attributes)
             except _StoppedError as stopped:
-                whole = _whole(model, whole | stopped.modules)
+                around = decidable(model, stopped.place) - undecided
+                if around and not around <= decided:
+                    decided |= around
+                elif stopped.place:
+                    whole = _whole(model, whole | alike(model, stopped.place))
+                else:
+                    raise _refusal(stopped.fault, model, model_file, batch, fakes) from stopped.fault
                 continue
             _refuse_uncalled(model_file, model, whole, returned)
-        told = told_in(model, model_file, batch, whole, decided, attributes, fakes)
         stand_ins = StandIns(model=model, names=whole, returned=returned)
         watch = Watch(model, whole, attributes, again)
         values = Values(lambda: watch.running, told, decided)  # noqa: B023 - used within this turn alone
@@ -152,11 +158,11 @@ def _whole(model: nn.Module, names: Iterable[str]) -> frozenset[str]:
 
 
 class _StoppedError(Exception):
-    """An eager run on fakes stopped in ``modules``, which must really run."""
+    """An eager run on fakes stopped at ``place``, a module, or the loss: what it wants of values must be known."""
 
-    def __init__(self, modules: frozenset[str]) -> None:
-        super().__init__(modules)
-        self.modules = modules
+    def __init__(self, place: str | None, fault: Exception) -> None:
+        super().__init__(place)
+        self.place, self.fault = place, fault
 
 
 def _returned(
@@ -164,18 +170,22 @@ def _returned(
     model_file: ModelFile,
     batch: Batch,
     whole: frozenset[str],
+    told: dict[Place, list[Any]],
+    decided: frozenset[str | None],
     fakes: Fakes | None,
     attributes: Attributes,
 ) -> Mapping[str, list[Returned | HiddenTensorError]]:
     """What each call of each module gives in an eager run. Raises _StoppedError where fakes cannot tell."""
     watch = Watch(model, whole, attributes, set())
+    values = Values(lambda: watch.running, told, decided)
 
     def run() -> None:
         if fakes is None:
             model_file.loss(called(model, batch.inputs), batch.target)
             attributes.look()
             return
-        with computing(fakes, model, {name: model.get_submodule(name) for name in whole}), watch.watching():
+        modules = {name: model.get_submodule(name) for name in whole}
+        with computing(fakes, model, modules), watch.watching(), values:
             inputs, target = rebuilt(batch, map(fakes.of_leaf, leaves(batch)))
             model_file.loss(called(model, inputs), target)
 
@@ -184,8 +194,8 @@ def _returned(
     except InputError:
         raise
     except Exception as fault:
-        if fakes is not None and watch.innermost:
-            raise _StoppedError(alike(model, watch.innermost)) from fault
+        if fakes is not None:
+            raise _StoppedError(watch.innermost, fault) from fault
         if lacks_memory(fault):  # a smaller micro-batch may do
             raise
         if "saved tensor hooks" in str(fault):

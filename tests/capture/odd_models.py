@@ -297,6 +297,37 @@ def loss(output, target):
     assert (target >= 0).all()
     return F.cross_entropy(output, target, reduction="sum") / (target != -100).sum().item()
 """,
+    "decides_around_whole": f"""{HEAD}
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+    def forward(self, x, whole):
+        y = self.a(x)
+        if y.abs().max() < 0:
+            y = y + 1
+        return x + y if whole else x
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+    def forward(self, x, given):
+        whole = given.lt(9.0).all().item()
+        for block in self.blocks:
+            x = block(x, whole)
+        return x
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.stack, self.b = nn.Linear(8, 8), Stack(), nn.Linear(8, 4)
+    def forward(self, x):
+        return self.b(self.stack(self.a(x), x))
+def model():
+    return Net()
+def batch(size):
+    return torch.randn(size, 8), torch.randint(4, (size,))
+loss = F.cross_entropy
+""",
     "ctc": f"""{HEAD}
 def model():
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 12), nn.LogSoftmax(-1))

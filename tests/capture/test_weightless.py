@@ -72,6 +72,17 @@ def test_a_loss_whose_kernel_reads_lengths_needs_no_values(reduction: str, tmp_p
     assert_same(*both(path))
 
 
+def test_what_the_input_decides_is_decided_without_weights_too(tmp_path: Path) -> None:
+    """Around modules kept whole, which fakes cannot run, it is not kept whole itself."""
+    path = tmp_path / "odd_around.py"
+    path.write_text(ODD_MODELS["decides_around_whole"])
+    real, without = both(path)
+    assert_same(real, without)
+    assert [layer.name for layer in real.layers if layer.name.startswith("stack")] == [
+        f"stack.blocks.{block}" for block in range(4)
+    ]
+
+
 MORE = sorted((Path(__file__).parent / "more").glob("*.py"))
 """Experts, state spaces, two encoders, windows, adapters, loops, arguments that are no tensors."""
 
