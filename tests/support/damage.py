@@ -91,7 +91,8 @@ def damaged(draw: st.DrawFn, data: Any) -> Any:
     elif how == "double":
         inside[f"{last}2"] = inside[last]
     elif how == "nudge" and isinstance(inside[last], int | float):
-        inside[last] += draw(st.sampled_from([1, -1, 0.5]))
+        steps = [1, -1, 0.5] if abs(inside[last]) < 2**53 else [1, -1]  # an integer may be beyond what floats hold
+        inside[last] += draw(st.sampled_from(steps))
     else:
         inside[last] = copy.deepcopy(draw(_values))
     return data
