@@ -141,7 +141,7 @@ def longest_ctc_loss(reduction: str, given: Sequence[Tensor], *_: Any) -> list[T
     """Of log-probabilities, targets and lengths without values: these become as long as they can be."""
     log_probs, targets, read, spoken = given
     longest = targets.shape[-1] if targets.dim() == 2 else targets.numel() // max(spoken.numel(), 1)
-    read.data.fill_(log_probs.shape[0])
+    read.data.fill_(log_probs.shape[0])  # unseen by version counters: no change that the graph makes
     spoken.data.fill_(longest)
     targets = targets if targets.dim() == 2 else targets[: longest * spoken.numel()]
     return [nn.functional.ctc_loss(log_probs, targets, read, spoken, reduction=reduction)]
