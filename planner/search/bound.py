@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Final
 
 from planner.cluster import memory_limit
@@ -212,10 +212,9 @@ class _CutBound:
         among = [s for s in own if s.stage in begun or self._leads(("F", s.stage), (back, last.stage))]
         follows = self.seconds[pivot] + self.tail[pivot]
 
-        def left_s(counted: set[_Node]) -> float:
-            seconds = {node: self.seconds[node] for stage in among for node in self._actions(stage.stage)}
-            seconds = {node: lasts for node, lasts in seconds.items() if node in counted}
-            between = sum(lasts for node, lasts in seconds.items() if node[1] not in begun)
+        def left_s(counted: Collection[_Node]) -> float:
+            seconds = {node: self.seconds[node] for node in counted}
+            between = sum([lasts for node, lasts in seconds.items() if node[1] not in begun])
             held: list[Piece] = []
             for stage in among:
                 k = stage.stage
@@ -229,15 +228,15 @@ class _CutBound:
 
         nodes = [node for stage in among for node in self._actions(stage.stage)]
         for start in {self.head[node] for node in nodes}:
-            counted = {node for node in nodes if self.head[node] >= start}
-            works = count * sum(self.seconds[node] for node in counted) - left_s(counted)
+            counted = [node for node in nodes if self.head[node] >= start]
+            works = count * sum([self.seconds[node] for node in counted]) - left_s(counted)
             if works > _AN_INSTANT * self.bound_s:
                 yield start + works + follows
         by_head = sorted(among, key=lambda stage: -self.head[back, stage.stage])
         for place, lowest in enumerate(by_head):
             some = by_head[: place + 1]
-            counted = {node for stage in some for node in self._actions(stage.stage)}
-            works = count * sum(self.seconds[node] for node in counted) - left_s(counted)
+            counted = [node for stage in some for node in self._actions(stage.stage)]
+            works = count * sum([self.seconds[node] for node in counted]) - left_s(counted)
             works -= _most_forward_s(
                 some, [self.seconds["F", s.stage] for s in some], room + last.workspace_bytes, count
             )
@@ -263,7 +262,7 @@ class _CutBound:
         count, own = self.job.num_microbatches, [stage.stage for stage in self.stages if stage.rank == rank]
         mine = [node for k in own for node in self._actions(k)]
         last = "B" if self.fused else "W"
-        leading = {k: {node for node in mine if self._leads(node, (last, k))} for k in own}
+        leading = {k: [node for node in mine if self._leads(node, (last, k))] for k in own}
         share = 0.5 if self.job.zero1 else 1.0
         reduces = {k: share * all_reduce_s(self.job, k) for k in own}
         after_s = self.endings.post_s[rank] - self.endings.reduce_s[rank]
@@ -275,7 +274,7 @@ class _CutBound:
         ended: dict[frozenset[int], tuple[float, tuple[int, ...]]] = {frozenset(): (0.0, ())}
         for size in range(1, len(own) + 1):
             for some in itertools.combinations(own, size):
-                before = set().union(*(leading[k] for k in some))
+                before = dict.fromkeys(node for k in some for node in leading[k])
                 works = min(self.head[node] for node in before) + count * sum(self.seconds[node] for node in before)
                 works = max([works, *(ends[k] for k in some)])
                 ways = [(ended[frozenset(some) - {k}], k) for k in some]
@@ -295,10 +294,10 @@ class _CutBound:
         for node in left:
             by_rank[self.stages[node[1]].rank].append(node)
         for nodes in by_rank.values():
-            for start in {self.head[node] for node in nodes}:
-                later = [node for node in nodes if self.head[node] >= start]
-                works = count * sum(self.seconds[node] for node in later)
-                ended = max(ended, start + works + min(left[node] for node in later))
+            works, least = 0.0, math.inf
+            for node in sorted(nodes, key=self.head.__getitem__, reverse=True):  # all whose head is no smaller
+                works, least = works + self.seconds[node], min(least, left[node])
+                ended = max(ended, self.head[node] + count * works + least)
         used: dict[tuple[int, int], list[tuple[float, float, float]]] = defaultdict(list)
         for letter, handovers in (("F", self.walk.sends), (back, self.walk.returns)):
             for stage, given in enumerate(handovers):

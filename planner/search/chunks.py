@@ -42,20 +42,17 @@ def stages_bound(totals: Totals, configuration: Configuration, *, fused: bool) -
     low, high, least = float(shares.min()), float(shares.max()), float(layers.load_s.min()) / scale
     model = CutModel(0, (), stages, empty_stages=True, relaxed=True)
     load_to, forward_to = [Linear()], [Linear()]
+    reaches = [
+        [(float(sums[k]) / scale, float(sums[len(sums) - stages + k]) / scale) for k in range(stages)]
+        for sums in (np.cumsum(layers.load_s), np.cumsum(layers.forward_s))
+    ]  # no stage is empty: k + 1 of them hold the first k + 1 layers, and leave one for each other
     for k in range(stages):
-        last = k == stages - 1
-        load_to.append(Linear(constant=totals.plain_s / scale) if last else model.variable())
-        forward_to.append(Linear(constant=float(layers.forward_s.sum()) / scale) if last else model.variable())
+        for prefix, (fewest, most) in zip((load_to, forward_to), (sums[k] for sums in reaches), strict=True):
+            prefix.append(Linear(constant=most) if k == stages - 1 else model.variable(least=fewest, most=most))
         load, forward = load_to[k + 1] - load_to[k], forward_to[k + 1] - forward_to[k]
         model.at_most(load * low, forward)
         model.at_most(forward, load * high)
         model.at_most(Linear(constant=least), load)
-        for reached, per_layer in ((load_to[-1], layers.load_s), (forward_to[-1], layers.forward_s)):
-            if not last:  # no stage is empty: k + 1 of them hold the first k + 1 layers, and leave one for each other
-                model.at_most(Linear(constant=float(per_layer[: k + 1].sum()) / scale), reached)
-                model.at_most(
-                    reached, Linear(constant=float(per_layer[: len(per_layer) - (stages - 1 - k)].sum()) / scale)
-                )
     again = [model.variable() for _ in range(ranks)]
     _memory(model, totals, again, count, ranks, scale)
     hop_s = _hop_s(totals, configuration) / scale

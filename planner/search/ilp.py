@@ -35,8 +35,9 @@ class Linear:
 
     def add(self, other: Linear, factor: float = 1.0) -> Linear:
         """This expression, with ``factor`` times the other added to it in place."""
+        terms = self.terms
         for variable, coefficient in other.terms.items():
-            self.terms[variable] = self.terms.get(variable, 0.0) + factor * coefficient
+            terms[variable] = terms.get(variable, 0.0) + factor * coefficient
         self.constant += factor * other.constant
         return self
 
@@ -200,8 +201,8 @@ class CutModel:
             return
         if not terms:
             terms = {next(iter(self.total.terms)): 0.0}
-        expression = pulp.LpAffineExpression(list(terms.items()), constant=difference.constant)
-        self._problem += pulp.LpConstraint(expression, sense=sense, rhs=0)
+        expression = pulp.LpAffineExpression(terms, constant=difference.constant)
+        self._problem.addConstraint(pulp.LpConstraint(expression, sense=sense, rhs=0))
 
     # --- solving ------------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from planner.search.buckets import in_buckets
 from planner.search.depth import Depths1F1B
 from planner.search.space import Configuration
 from planner.search.stretch import STRETCHES, stretched
-from planner.simulate import Walk, simulate
+from planner.simulate import Timeline, Walk, simulate
 from planner.simulate.blocks import Placed, block, busiest_s, held, repeated
 from planner.simulate.greedy import Rule, Turn
 from planner.simulate.memory import resident_bytes
@@ -96,11 +96,14 @@ def time_cut(
         if trial.best is None or trial.best.iteration_s > bound_s * (1 + _EQUAL):
             trial.look(name, warmup, schedule)
     if ScheduleName.SYNTHESISED in names:
-        buckets = in_buckets(walk) if configuration.pipeline == 1 else ()
-        for schedule in itertools.chain(buckets, _greedy(walk, bound_s, trial, quick=quick)):
+        for schedule in in_buckets(walk) if configuration.pipeline == 1 else ():
             if is_over():
                 break
             trial.look(ScheduleName.SYNTHESISED, None, schedule)
+        for timeline in _greedy(walk, bound_s, trial, quick=quick):
+            if is_over():
+                break
+            trial.take(ScheduleName.SYNTHESISED, None, timeline)
     named = [name for name in names if name is not ScheduleName.SYNTHESISED]
     reached = trial.best is not None and trial.best.iteration_s <= bound_s * (1 + _EQUAL)
     return Timing(best=trial.best, spent=trial.spent, may_be_beaten=bool(named) and not reached)
@@ -150,18 +153,25 @@ class _Trial:
 
     def look(self, name: ScheduleName, warmup: tuple[int, ...] | None, schedule: Schedule) -> None:
         """Take an order where it is faster than what there is, and fits."""
-        self.spent += sum(map(len, schedule))
         try:
-            seconds = simulate(self.walk, schedule, memory=False).iteration_s
+            self.take(name, warmup, simulate(self.walk, schedule, memory=False))
         except InputError:  # a warm-up that waits for ever
-            return
-        if self.best is not None and seconds >= self.best.iteration_s * (1 - _EQUAL):
+            self.spent += sum(map(len, schedule))
+
+    def take(self, name: ScheduleName, warmup: tuple[int, ...] | None, timeline: Timeline) -> None:
+        """The same of an order that was simulated; its memory is, where need be, if that was left out."""
+        schedule, actions = timeline.schedule, sum(map(len, timeline.schedule))
+        self.spent += actions
+        if self.best is not None and timeline.iteration_s >= self.best.iteration_s * (1 - _EQUAL):
             return
         if self.limit is not None:
-            self.spent += 2 * sum(map(len, schedule))
-            if max(use.peak_memory_bytes for use in simulate(self.walk, schedule, levels=False).ranks) > self.limit:
+            self.spent += 2 * actions
+            most = max(use.peak_memory_bytes for use in timeline.ranks)
+            if not most:
+                most = max(use.peak_memory_bytes for use in simulate(self.walk, schedule, levels=False).ranks)
+            if most > self.limit:
                 return
-        self.best = Order(iteration_s=seconds, name=name, warmup=warmup, schedule=schedule)
+        self.best = Order(iteration_s=timeline.iteration_s, name=name, warmup=warmup, schedule=schedule)
 
 
 def _named(
@@ -202,7 +212,7 @@ def _depths(name: ScheduleName, configuration: Configuration) -> Iterator[tuple[
             yield made
 
 
-def _greedy(walk: Walk, bound_s: float, trial: _Trial, *, quick: bool) -> Iterator[Schedule]:
+def _greedy(walk: Walk, bound_s: float, trial: _Trial, *, quick: bool) -> Iterator[Timeline]:
     """Orders by list scheduling, until one reaches the bound."""
     job = walk.job
     limit = memory_limit(job.cluster)
@@ -217,7 +227,7 @@ def _greedy(walk: Walk, bound_s: float, trial: _Trial, *, quick: bool) -> Iterat
         repeats = False
         for order in _blocks(walk, trial):
             repeats = True
-            yield order
+            yield simulate(walk, order, memory=False)
         if repeats:
             return
     windows: tuple[int | None, ...] = (None,)
@@ -240,9 +250,9 @@ def _greedy(walk: Walk, bound_s: float, trial: _Trial, *, quick: bool) -> Iterat
             ahead=ahead,
         )
         trial.spent += 5 * actions
-        schedule = within(walk, rule, limit, tries=2 if quick else 6)
-        if schedule is not None:
-            yield schedule
+        timeline = within(walk, rule, limit, tries=2 if quick else 6)
+        if timeline is not None:
+            yield timeline
     if several:
         yield from _shared(walk, budgets, rules, bound_s, trial, quick=quick)
 
@@ -278,7 +288,7 @@ def _shared(
     trial: _Trial,
     *,
     quick: bool,
-) -> Iterator[Schedule]:
+) -> Iterator[Timeline]:
     """Orders whose stages share each rank's memory by the length of their round trips."""
     spare, limit = less_messages(walk, budgets), memory_limit(walk.job.cluster)
     seen: set[tuple[tuple[int, ...], bool, Turn, bool]] = set()
@@ -294,9 +304,9 @@ def _shared(
         seen.add((depths, split, turn, alternate))
         rule = Rule(split=split, turn=turn, alternate=alternate, budget_bytes=budgets, depths=depths)
         trial.spent += 5 * 3 * len(walk.job.stages) * walk.job.num_microbatches
-        schedule = within(walk, rule, limit, tries=1 if quick else 3)
-        if schedule is not None:
-            yield schedule
+        timeline = within(walk, rule, limit, tries=1 if quick else 3)
+        if timeline is not None:
+            yield timeline
 
 
 def _aheads(walk: Walk, slack: int) -> tuple[int, ...]:

@@ -243,19 +243,19 @@ class Passes:
         best = self._largest(marks, again)
         if self.configuration.pipeline == 1:
             return self._one_by_one(marks, again)
-        windows, same = list(self._windows()), 0
+        windows, same, now = list(self._windows()), 0, _Now(self, marks, again)
         for _ in range(_SWEEPS):
             before = best
             for first, last in windows:
                 if same == len(windows):  # all were tried on these very boundaries
                     return marks
-                made = self._window(marks, again, first, last)
+                made = self._window(now, first, last)
                 same += 1
                 if np.array_equal(made, marks):
                     continue
                 worth = self._largest(made, again)
                 if worth < best * (1 + 1e-12):
-                    marks, best, same = made, worth, 0
+                    marks, best, same, now = made, worth, 0, _Now(self, made, again)
             if best >= before * (1 - 1e-6):
                 break
         return marks
@@ -287,14 +287,14 @@ class Passes:
             if last - first > 1:
                 yield first, last - 1
 
-    def _window(self, marks: Ints, again: Bools, first: int, last: int) -> Ints:
-        """The best boundaries inside a window: the least sum of powers of its ranks' rows."""
+    def _window(self, now: _Now, first: int, last: int) -> Ints:
+        """The best boundaries inside a window of a cut: the least sum of powers of its ranks' rows."""
+        marks = now.marks
         inner = np.arange(last + 2 - first)[:, None]
         spots = marks[first : last + 2, None] + _STEPS
         allowed = (spots >= marks[first] + inner) & (spots <= marks[last + 1] - inner[::-1])
         allowed[[0, -1]] = _STEPS == 0
         spots = np.clip(spots, 0, len(self.order))
-        now = _Now(self, marks, again)
         rows = np.minimum(now.rows(np.arange(first, last + 1), spots[:-1], spots[1:]) / now.scale_s, 1e4)
         there = allowed[1:, None, :] & (spots[1:, None, :] > spots[:-1, :, None])
         costs = np.where(there, np.maximum(rows, 0.0) ** _POWER, np.inf)
@@ -319,6 +319,7 @@ class _Now:
 
     def __init__(self, passes: Passes, marks: Ints, again: Bools) -> None:
         self.passes: Final = passes
+        self.marks: Final = marks
         self.again: Final = again
         self.forward: Final = _spans(passes.forward, marks)
         self.load: Final = _spans(passes.load, marks) + np.where(again, self.forward, 0.0)

@@ -19,7 +19,7 @@ from planner.record import record
 from planner.schedules.action import Action, Letter, Schedule
 from planner.simulate.costs import Handover
 from planner.simulate.memory import held_by
-from planner.simulate.walk import Walk
+from planner.simulate.walk import Walk, Walked
 
 
 class Turn(StrEnum):
@@ -55,7 +55,10 @@ class Rule:
 
 
 def greedy(walk: Walk, rule: Rule) -> Schedule | None:
-    """The order that a rule makes for a job; None where the budget does not let it come to an end."""
+    """The order that a rule makes for a job; None where the budget does not let it come to an end.
+
+    Where nothing is put off its times are those of the walk, and the walk is told them.
+    """
     run = _Run(walk, rule)
     events, free_s, decide = run.events, run.free_s, run.decide
     while events:
@@ -63,11 +66,17 @@ def greedy(walk: Walk, rule: Rule) -> Schedule | None:
         if free_s[rank] <= now:
             decide(rank, now)
     done = len(walk.job.stages) * walk.job.num_microbatches * (3 if rule.split else 2)
-    return tuple(map(tuple, run.orders)) if sum(map(len, run.orders)) == done else None
+    if sum(map(len, run.orders)) != done:
+        return None
+    schedule = tuple(map(tuple, run.orders))
+    if not rule.patience:
+        walk.note(schedule, Walked(run.starts_s, run.ends_s, run.departures_s, run.arrivals_s))
+    return schedule
 
 
-_Wire = tuple[int | None, float, float, tuple[tuple[list[float], int], ...]]
-"""To which rank (None: there at once), seconds the link is busy, latency, where arrivals are noted, of which stage."""
+_Wire = tuple[list[float] | None, float, float, tuple[tuple[list[float], int], ...]]
+"""When the link's messages left (None: there at once), seconds it is busy, latency, where arrivals are noted, of which
+stage."""
 
 _F, _B, _W = 0, 1, 2
 
@@ -108,17 +117,20 @@ class _Run:
         self.done: Final = ([0] * len(stages), [0] * len(stages), [0] * len(stages))
         self.to_begin: Final = [len(own) * job.num_microbatches for own in self.own]
         self.arrivals: Final[tuple[list[list[list[float]]], ...]] = ([[] for _ in stages], [[] for _ in stages])
+        self.departures_s: Final[dict[tuple[int, int], list[float]]] = {}
+        self.arrivals_s: Final[dict[tuple[bool, int, int], list[float]]] = {}
         self.wires: Final = (
-            [self._wires(walk.sends[k], self.arrivals[_F]) for k in stages],
-            [self._wires(walk.returns[k], self.arrivals[_B]) for k in stages],
+            [self._wires(_F, k, walk.sends[k]) for k in stages],
+            [self._wires(_B, k, walk.returns[k]) for k in stages],
         )
         # when what the next micro-batch of a stage waits for is there; infinite: not known yet
         self.ready: Final = tuple([math.inf if inputs else 0.0 for inputs in row] for row in self.arrivals)
-        self.link_free: dict[tuple[int, int | None], float] = {}
         self.held: Final = [0] * job.num_ranks
         self.free_s: Final = [0.0] * job.num_ranks
         self.was_backward: Final = [False] * job.num_ranks
         self.orders: Final[list[list[Action]]] = [[] for _ in range(job.num_ranks)]
+        self.starts_s: Final[list[list[float]]] = [[] for _ in range(job.num_ranks)]
+        self.ends_s: Final[list[list[float]]] = [[] for _ in range(job.num_ranks)]
         self.events: Final = [(0.0, rank) for rank in range(job.num_ranks)]
         self.oldest: Final = [0] * job.num_ranks
         self.kept: Final = [0.0] * job.num_ranks
@@ -131,18 +143,19 @@ class _Run:
         rounds = 0 if self.deepest else self.num_stages * job.num_microbatches
         self.later: Final = [m + m // job.num_ranks * rounds for m in range(job.num_microbatches)]
 
-    @staticmethod
-    def _wires(given: Handover, into: list[list[list[float]]]) -> list[_Wire]:
+    def _wires(self, kind: int, stage: int, given: Handover) -> list[_Wire]:
         """Where a stage's messages go."""
 
         def note(goal: int) -> tuple[list[float], int]:
-            into[goal].append([])
-            return into[goal][-1], goal
+            self.arrivals[kind][goal].append([])
+            return self.arrivals[kind][goal][-1], goal
 
         made: list[_Wire] = [(None, 0.0, 0.0, (note(goal),)) for goal in given.at_once]
-        for parcel in given.parcels:
+        for place, parcel in enumerate(given.parcels):
             goals = tuple(note(goal) for goal in (parcel.to_stage, *parcel.riders))
-            made.append((parcel.to_rank, parcel.busy_s, parcel.latency_s, goals))
+            self.arrivals_s[kind == _F, stage, place] = goals[0][0]
+            departures = self.departures_s.setdefault((self.ranks[stage], parcel.to_rank), [0.0])
+            made.append((departures, parcel.busy_s, parcel.latency_s, goals))
         return made
 
     def decide(self, rank: int, now: float) -> None:
@@ -218,6 +231,8 @@ class _Run:
         """Note an action, what it holds from now on, and when what it hands over arrives."""
         end, m = now + self.seconds[kind][stage], self.done[kind][stage]
         self.orders[rank].append(self.actions[kind][stage][m])
+        self.starts_s[rank].append(now)
+        self.ends_s[rank].append(end)
         self.done[kind][stage] = m + 1
         self.held[rank] += self.after[kind][stage]
         self.free_s[rank] = end
@@ -231,11 +246,11 @@ class _Run:
             self._keep_room(rank)
         ready, arrivals, done = self.ready[kind], self.arrivals[kind], self.done[kind]
         ready[stage] = _ready(arrivals[stage], m + 1)
-        for to_rank, busy_s, latency_s, goals in self.wires[kind][stage]:
+        for departures, busy_s, latency_s, goals in self.wires[kind][stage]:
             there = end
-            if to_rank is not None:
-                link = (rank, to_rank)
-                self.link_free[link] = gone = max(end, self.link_free.get(link, 0.0)) + busy_s
+            if departures is not None:
+                free = departures[-1]
+                departures.append(gone := (free if free > end else end) + busy_s)
                 there = gone + latency_s
             for noted, goal in goals:
                 noted.append(there)

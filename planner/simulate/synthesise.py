@@ -20,6 +20,7 @@ from planner.simulate.greedy import Rule, Turn, greedy
 from planner.simulate.improve import improve, longest_rank, span_s
 from planner.simulate.memory import resident_bytes
 from planner.simulate.model import simulate
+from planner.simulate.timeline import Timeline
 from planner.simulate.walk import Walk
 
 _STARTS: Final = 3
@@ -53,8 +54,9 @@ def synthesise(
     limit = memory_limit(walk.job.cluster)
     rules = _rules(walk, split, _budgets(walk, limit))
     orders = [*others, *_named(walk, split)]
-    found = [_found(walk, schedule) for schedule in orders if _overshoot(walk, schedule, limit) is None]
-    found += [_found(walk, schedule) for rule in rules if (schedule := within(walk, rule, limit))]
+    named = (_timed(walk, schedule, limit) for schedule in orders)
+    found = [_found(timeline) for timeline in named if _fits(timeline, limit)]
+    found += [_found(timeline) for rule in rules if (timeline := within(walk, rule, limit))]
     if not found:
         return None
     best, budgets = _best(found), _budgets(walk, limit)
@@ -72,8 +74,9 @@ def _better(
 ) -> list[_Found]:
     """The best that swaps make of an order, if it fits."""
     better = improve(walk, start.schedule, steps=steps, budget_bytes=budgets, spans=spans)
-    fitting = (schedule for schedule in better if _overshoot(walk, schedule, limit) is None)
-    return [_found(walk, schedule) for schedule in islice(fitting, 1)]
+    timelines = (_timed(walk, schedule, limit) for schedule in better)
+    fitting = (_found(timeline) for timeline in timelines if _fits(timeline, limit))
+    return list(islice(fitting, 1))
 
 
 def _rules(walk: Walk, split: bool, budgets: tuple[float | None, ...]) -> Iterator[Rule]:
@@ -113,7 +116,7 @@ def _budgets(walk: Walk, limit: int | None) -> tuple[float | None, ...]:
     return tuple(None if limit is None else limit - resident_bytes(walk.job, rank) for rank in ranks)
 
 
-def within(walk: Walk, rule: Rule, limit: int | None, *, tries: int = 6) -> Schedule | None:
+def within(walk: Walk, rule: Rule, limit: int | None, *, tries: int = 6) -> Timeline | None:
     """The order that a rule makes, its budgets cut where messages take memory, until it fits."""
     whole = rule
     for turn in range(tries):
@@ -123,11 +126,14 @@ def within(walk: Walk, rule: Rule, limit: int | None, *, tries: int = 6) -> Sche
         if turn == 0 and schedule is None:  # so little room that even they must not be counted on
             rule = whole
             schedule = greedy(walk, rule)
-        over = _overshoot(walk, schedule, limit) if schedule else None
-        if over is None:
-            return schedule
+        if schedule is None:
+            return None
+        timeline = _timed(walk, schedule, limit)
+        if _fits(timeline, limit):
+            return timeline
         less = tuple(
-            None if budget is None else budget - extra for budget, extra in zip(rule.budget_bytes, over, strict=True)
+            None if budget is None else budget - max(0, use.peak_memory_bytes - (limit or 0))
+            for budget, use in zip(rule.budget_bytes, timeline.ranks, strict=True)
         )
         rule = dataclasses.replace(rule, budget_bytes=less)
     return None
@@ -143,17 +149,17 @@ def less_messages(walk: Walk, budgets: tuple[float | None, ...]) -> tuple[float 
     return tuple(None if one is None else one - size for one, size in zip(budgets, waiting, strict=True))
 
 
-def _overshoot(walk: Walk, schedule: Schedule, limit: int | None) -> list[int] | None:
-    """By how much each rank's peak is over the limit; None: it fits."""
-    if limit is None:
-        return None
-    over = [max(0, use.peak_memory_bytes - limit) for use in simulate(walk, schedule, levels=False).ranks]
-    return over if any(over) else None
+def _timed(walk: Walk, schedule: Schedule, limit: int | None) -> Timeline:
+    """An order's times, with the ranks' peaks where memory is limited."""
+    return simulate(walk, schedule, memory=limit is not None, levels=False)
 
 
-def _found(walk: Walk, schedule: Schedule) -> _Found:
-    timeline = simulate(walk, schedule, memory=False)
-    return _Found(timeline.iteration_s, span_s(timeline, longest_rank(timeline)), schedule)
+def _fits(timeline: Timeline, limit: int | None) -> bool:
+    return limit is None or all(use.peak_memory_bytes <= limit for use in timeline.ranks)
+
+
+def _found(timeline: Timeline) -> _Found:
+    return _Found(timeline.iteration_s, span_s(timeline, longest_rank(timeline)), timeline.schedule)
 
 
 def _best(found: Iterable[_Found]) -> _Found:

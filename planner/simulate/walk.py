@@ -71,6 +71,10 @@ class Walk:
             self._last = (schedule, self._run(schedule, apart=False))
         return self._last[1]
 
+    def note(self, schedule: Schedule, walked: Walked) -> None:
+        """The times of a schedule, known from making it: none has to be walked for them."""
+        self._last = (schedule, walked)
+
     def _run(self, schedule: Schedule, *, apart: bool) -> Walked:
         kinds = _Kinds(self, apart)
         forward, backward, backward_input, weight = kinds.forward, kinds.backward, kinds.backward_input, kinds.weight

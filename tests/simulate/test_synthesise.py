@@ -101,6 +101,26 @@ def test_no_order_is_faster_than_the_bound(job: Job, data: st.DataObject) -> Non
         assert timeline.iteration_s >= cut_bound(walk, fused=False) * (1 - 1e-9)
 
 
+@settings(max_examples=200, deadline=None)
+@given(jobs(shapes=shapes(6, 3), max_microbatches=10), st.data())
+def test_list_scheduling_knows_the_times_of_its_orders(job: Job, data: st.DataObject) -> None:
+    """What it tells the walk is, to the bit, what another walk of the same order finds."""
+    walk = Walk(job)
+    rule = Rule(
+        split=data.draw(st.booleans()),
+        turn=data.draw(st.sampled_from(Turn)),
+        alternate=data.draw(st.booleans()),
+        patience=data.draw(st.sampled_from((0.0, 0.0, 0.5))),
+        budget_bytes=(None,) * job.num_ranks,
+        ahead=data.draw(st.sampled_from((None, (2,) * job.num_ranks))),
+        window=data.draw(st.sampled_from((None, 3))),
+    )
+    made = greedy(walk, rule)
+    if made is not None:
+        assert walk.run(made) == Walk(job).run(made)
+        assert simulate(walk, made) == simulate(job, made)
+
+
 @settings(max_examples=100, deadline=None)
 @given(jobs(shapes=shapes(4, 3)), st.integers(1, 40), st.booleans())
 def test_list_scheduling_keeps_to_its_budget(job: Job, activations: int, split: bool) -> None:
