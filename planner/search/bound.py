@@ -295,7 +295,7 @@ class _CutBound:
             by_rank[self.stages[node[1]].rank].append(node)
         for nodes in by_rank.values():
             works, least = 0.0, math.inf
-            for node in sorted(nodes, key=self.head.__getitem__, reverse=True):  # all whose head is no smaller
+            for node in sorted(nodes, key=self.head.__getitem__, reverse=True):  # with each, those of no smaller head
                 works, least = works + self.seconds[node], min(least, left[node])
                 ended = max(ended, self.head[node] + count * works + least)
         used: dict[tuple[int, int], list[tuple[float, float, float]]] = defaultdict(list)

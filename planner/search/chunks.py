@@ -23,6 +23,7 @@ from planner.cluster import ClusterLinks, Link
 from planner.schedules import ranks_of
 from planner.search.cheap import Totals
 from planner.search.ilp import CutModel, Linear
+from planner.search.lattice import Floats
 from planner.search.space import Configuration
 
 _TANGENTS: Final = 12
@@ -42,12 +43,10 @@ def stages_bound(totals: Totals, configuration: Configuration, *, fused: bool) -
     low, high, least = float(shares.min()), float(shares.max()), float(layers.load_s.min()) / scale
     model = CutModel(0, (), stages, empty_stages=True, relaxed=True)
     load_to, forward_to = [Linear()], [Linear()]
-    reaches = [
-        [(float(sums[k]) / scale, float(sums[len(sums) - stages + k]) / scale) for k in range(stages)]
-        for sums in (np.cumsum(layers.load_s), np.cumsum(layers.forward_s))
-    ]  # no stage is empty: k + 1 of them hold the first k + 1 layers, and leave one for each other
+    reaches = [_reaches(per_layer / scale, stages) for per_layer in (layers.load_s, layers.forward_s)]
     for k in range(stages):
-        for prefix, (fewest, most) in zip((load_to, forward_to), (sums[k] for sums in reaches), strict=True):
+        for prefix, reach in zip((load_to, forward_to), reaches, strict=True):
+            fewest, most = reach[k]
             prefix.append(Linear(constant=most) if k == stages - 1 else model.variable(least=fewest, most=most))
         load, forward = load_to[k + 1] - load_to[k], forward_to[k + 1] - forward_to[k]
         model.at_most(load * low, forward)
@@ -76,6 +75,12 @@ def stages_bound(totals: Totals, configuration: Configuration, *, fused: bool) -
     _start(model, totals, configuration, rank_of, load_to, scale)
     solved = model.solve()
     return max(solved.bound * scale, count * pace_s)
+
+
+def _reaches(per_layer: Floats, stages: int) -> list[tuple[float, float]]:
+    """The least and the most that the stages up to each hold: none is empty, there is a layer for each one."""
+    sums: list[float] = np.cumsum(per_layer).tolist()
+    return list(zip(sums[:stages], sums[-stages:], strict=True))
 
 
 def _start(

@@ -96,11 +96,9 @@ def time_cut(
         if trial.best is None or trial.best.iteration_s > bound_s * (1 + _EQUAL):
             trial.look(name, warmup, schedule)
     if ScheduleName.SYNTHESISED in names:
-        for schedule in in_buckets(walk) if configuration.pipeline == 1 else ():
-            if is_over():
-                break
-            trial.look(ScheduleName.SYNTHESISED, None, schedule)
-        for timeline in _greedy(walk, bound_s, trial, quick=quick):
+        buckets = in_buckets(walk) if configuration.pipeline == 1 else ()
+        timed = (simulate(walk, schedule, memory=False) for schedule in buckets)
+        for timeline in itertools.chain(timed, _greedy(walk, bound_s, trial, quick=quick)):
             if is_over():
                 break
             trial.take(ScheduleName.SYNTHESISED, None, timeline)
@@ -154,12 +152,14 @@ class _Trial:
     def look(self, name: ScheduleName, warmup: tuple[int, ...] | None, schedule: Schedule) -> None:
         """Take an order where it is faster than what there is, and fits."""
         try:
-            self.take(name, warmup, simulate(self.walk, schedule, memory=False))
+            timeline = simulate(self.walk, schedule, memory=False)
         except InputError:  # a warm-up that waits for ever
             self.spent += sum(map(len, schedule))
+            return
+        self.take(name, warmup, timeline)
 
     def take(self, name: ScheduleName, warmup: tuple[int, ...] | None, timeline: Timeline) -> None:
-        """The same of an order that was simulated; its memory is, where need be, if that was left out."""
+        """The same of an order that was simulated, with its memory or without."""
         schedule, actions = timeline.schedule, sum(map(len, timeline.schedule))
         self.spent += actions
         if self.best is not None and timeline.iteration_s >= self.best.iteration_s * (1 - _EQUAL):

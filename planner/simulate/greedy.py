@@ -57,7 +57,8 @@ class Rule:
 def greedy(walk: Walk, rule: Rule) -> Schedule | None:
     """The order that a rule makes for a job; None where the budget does not let it come to an end.
 
-    Where nothing is put off its times are those of the walk, and the walk is told them.
+    Every action starts as soon as its rank is free and its inputs are there (one that is put off comes after the one
+    that it waits for), so its times are those of the walk, which is told them.
     """
     run = _Run(walk, rule)
     events, free_s, decide = run.events, run.free_s, run.decide
@@ -69,8 +70,7 @@ def greedy(walk: Walk, rule: Rule) -> Schedule | None:
     if sum(map(len, run.orders)) != done:
         return None
     schedule = tuple(map(tuple, run.orders))
-    if not rule.patience:
-        walk.note(schedule, Walked(run.starts_s, run.ends_s, run.departures_s, run.arrivals_s))
+    walk.note(schedule, Walked(run.starts_s, run.ends_s, run.departures_s, run.arrivals_s))
     return schedule
 
 

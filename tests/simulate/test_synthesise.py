@@ -58,6 +58,23 @@ def whole(timeline: Timeline) -> bool:
     return letters <= {Letter.FORWARD, Letter.BACKWARD}
 
 
+def rules(job: Job) -> st.SearchStrategy[Rule]:
+    """Any rule for a job."""
+    ranks, stages = job.num_ranks, len(job.stages)
+    budgets, limits = st.none() | st.floats(0, 2e4), st.integers(1, 4)
+    return st.builds(
+        Rule,
+        split=st.booleans(),
+        turn=st.sampled_from(Turn),
+        alternate=st.booleans(),
+        patience=st.sampled_from((0.0, 0.15, 0.5, 1.0)),
+        budget_bytes=st.tuples(*[budgets] * ranks),
+        ahead=st.none() | st.tuples(*[limits] * ranks),
+        window=st.none() | limits,
+        depths=st.none() | st.tuples(*[limits] * stages),
+    )
+
+
 @settings(max_examples=40, deadline=None)
 @given(jobs(shapes=shapes(8, 4), max_microbatches=12), st.booleans(), st.floats(0, 1.5))
 def test_never_slower_than_the_named_ones_in_the_same_memory(job: Job, split: bool, share: float) -> None:
@@ -85,14 +102,7 @@ def test_never_slower_than_the_named_ones_in_the_same_memory(job: Job, split: bo
 @given(jobs(shapes=shapes(6, 3), max_microbatches=10), st.data())
 def test_no_order_is_faster_than_the_bound(job: Job, data: st.DataObject) -> None:
     walk = Walk(job)
-    rule = Rule(
-        split=data.draw(st.booleans()),
-        turn=data.draw(st.sampled_from(Turn)),
-        alternate=data.draw(st.booleans()),
-        patience=data.draw(st.sampled_from((0.0, 0.5))),
-        budget_bytes=(None,) * job.num_ranks,
-        ahead=data.draw(st.sampled_from((None, (2,) * job.num_ranks))),
-    )
+    rule = data.draw(rules(job))
     made = greedy(walk, rule)
     tables = [timeline.schedule for timeline in named(job)] + ([made] if made else [])
     for schedule in tables:
@@ -104,17 +114,14 @@ def test_no_order_is_faster_than_the_bound(job: Job, data: st.DataObject) -> Non
 @settings(max_examples=200, deadline=None)
 @given(jobs(shapes=shapes(6, 3), max_microbatches=10), st.data())
 def test_list_scheduling_knows_the_times_of_its_orders(job: Job, data: st.DataObject) -> None:
-    """What it tells the walk is, to the bit, what another walk of the same order finds."""
-    walk = Walk(job)
-    rule = Rule(
-        split=data.draw(st.booleans()),
-        turn=data.draw(st.sampled_from(Turn)),
-        alternate=data.draw(st.booleans()),
-        patience=data.draw(st.sampled_from((0.0, 0.0, 0.5))),
-        budget_bytes=(None,) * job.num_ranks,
-        ahead=data.draw(st.sampled_from((None, (2,) * job.num_ranks))),
-        window=data.draw(st.sampled_from((None, 3))),
+    """What it tells the walk is, to the bit, what another walk of the same order finds, however times round."""
+    stages = (
+        dataclasses.replace(stage, forward_s=stage.forward_s / 3, backward_input_s=stage.backward_input_s / 7)
+        for stage in job.stages
     )
+    job = dataclasses.replace(job, stages=tuple(stages))
+    walk = Walk(job)
+    rule = data.draw(rules(job))
     made = greedy(walk, rule)
     if made is not None:
         assert walk.run(made) == Walk(job).run(made)
